@@ -1,0 +1,1130 @@
+# /// script
+# requires-python = ">=3.11,<3.13"
+# dependencies = [
+#     "gymnasium==1.4.0",
+#     "moviepy==2.2.1",
+#     "mujoco==3.1.6",
+#     "numpy==2.4.6",
+#     "tensorboard==2.21.0",
+#     "torch==2.13.0",
+#     "tyro==1.0.17",
+# ]
+# ///
+"""PPO on interleaved states and actions: a GRU over the last 8 steps, a Beta policy, and a state-prediction loss.
+
+The policy and the value function see one sequence of tokens, s_{t-7} a_{t-7} s_{t-6} ... a_{t-1} s_t, cut at the start
+of the episode. Encoders (MLPs) embed states and actions; a two-layer GRU reads the tokens; from its output after s_t an
+MLP gives the policy and another the value; from its output after each a_j a decoder predicts s_{j+1}:
+
+    h_1, ..., h_15 = GRU(e_s(s_{t-7}), e_a(a_{t-7}), ..., e_a(a_{t-1}), e_s(s_t))
+    alpha, beta    = 1 + softplus(head(h_15))           x ~ Beta(alpha, beta),  action = low + x * (high - low)
+    V(s_t)         = value(h_15)
+    L_state        = mean_j (decoder(h after a_j) - s_{j+1})^2, on normalised states
+    L              = L_clip + 0.3 * mean (V - return)^2 - 0.05 * entropy + 0.1 * L_state
+
+Source: Luo and Miao, "Improving the Representation Learning Ability of PPO Algorithm by Interleaving States and
+Actions" (HumanoidBench). Beyond the idea it differs from the base in the paper's settings: fixed reward scale, no
+clipped value loss, 32 environments of 1000 steps.
+
+Run:     python ppo_interleaved_gru_beta.py --env-id h1hand-walk-v0      (HumanoidBench; Humanoid-v5 needs only Gymnasium)
+Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
+"""
+
+import argparse
+import copy
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from contextlib import redirect_stdout
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, a part of the run directory's name"""
+    seed: int = 1
+    """seed of the networks, the sampling and the environments"""
+    torch_deterministic: bool = True
+    """deterministic cuDNN algorithms"""
+    cuda: bool = True
+    """use a GPU where there is one"""
+    track: bool = False
+    """send the curves to Weights & Biases too (pip install wandb)"""
+    wandb_project_name: str = "ppo"
+    """the project there"""
+    wandb_entity: str | None = None
+    """the entity (team) there"""
+    capture_video: bool = False
+    """record the evaluation episodes to RUN_DIR/videos (needs MUJOCO_GL=egl or osmesa)"""
+    num_workers: int = 0
+    """processes that step the environments; 0: one for each core"""
+    compile: bool = False
+    """compile the policy step and the update with torch.compile (needs a C++ compiler; a minute at the start)"""
+    checkpoint_interval: int = 20
+    """iterations between checkpoints; 0: only at the end and when stopped"""
+    resume: str | None = None
+    """a run directory, checkpoint.pt or policy.pt to go on from; with --total-timesteps 0 it is only evaluated"""
+    run_dir: str | None = None
+    """directory of the run; runs/{env_id}__{exp_name}__{seed}__{unix_time} if not given"""
+    eval_episodes: int = 10
+    """greedy episodes in an evaluation; 0: no evaluation"""
+    eval_interval: int = 0
+    """iterations between evaluations; 0: only at the end"""
+
+    env_id: str = "Humanoid-v5"
+    """id of a Gymnasium environment, or module:id"""
+    total_timesteps: int = 10_000_000
+    """environment steps in all, summed over environments"""
+    learning_rate: float = 3e-4
+    """Adam's learning rate"""
+    num_envs: int = 32
+    """environments stepped side by side"""
+    num_steps: int = 1000
+    """steps of each environment in an iteration"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly to 0"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 64
+    """minibatches an epoch"""
+    update_epochs: int = 10
+    """passes over the batch in an iteration"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """epsilon of the clipped surrogate objective"""
+    clip_vloss: bool = False
+    """clip the value's change too, by the same epsilon (37 details, 9)"""
+    ent_coef: float = 0.05
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.3
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of the gradient, over all parameters"""
+    target_kl: float | None = None
+    """stop the update after an epoch whose mean KL exceeds this"""
+    norm_obs: bool = True
+    """normalise observations by running statistics and clip them at 10"""
+    norm_reward: bool = False
+    """divide rewards by the running standard deviation of the discounted return and clip them at 10"""
+
+    window: int = 8
+    """states that the policy sees: the current one and those just before it, with the actions between them"""
+    interleave: bool = True
+    """put the actions between the states; without, the window holds states only (ablation)"""
+    state_coef: float = 0.1
+    """weight of the state-prediction loss; 0: no prediction (ablation)"""
+    reward_scale: float = 0.25
+    """factor on the rewards, to keep value targets under 20 (paper, 3.1)"""
+    hidden_size: int = 64
+    """width of every layer; the paper does not say"""
+    entropy_mean: bool = False
+    """mean of the entropy over the action dimensions instead of their sum; the paper does not say which"""
+    init_concentration: float = 61.0
+    """alpha and beta of every action's Beta at the start (at least 1.01); the paper does not say"""
+
+
+def make_env(env_id, evaluation=False, video_folder=None):
+    """One environment; exits with one line if this script can't drive it."""
+    env = gym_make(env_id, evaluation, video_folder)
+    for name, space in (("observation", env.observation_space), ("action", env.action_space)):
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+            raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; this script needs a flat Box")
+    if not np.isfinite(env.action_space.high - env.action_space.low).all():
+        raise SystemExit(
+            f"--env-id {env_id}: its action space is {env.action_space}; a Beta policy needs finite bounds"
+        )
+    return env
+
+
+class RunningNorm(nn.Module):
+    """Mean and variance of everything seen, one set for all environments; normalises with them and clips at 10.
+
+    Only `update` changes them: by Chan et al.'s parallel formula, the same as one pass over all batches.
+    """
+
+    def __init__(self, shape):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, batch):
+        """Adds a batch [..., *shape]."""
+        batch = batch.reshape(-1, *self.mean.shape).double()
+        total = self.count + len(batch)
+        delta = batch.mean(0) - self.mean
+        m2 = self.var * self.count + batch.var(0, correction=0) * len(batch)
+        self.var.copy_((m2 + delta.square() * self.count * len(batch) / total) / total)
+        self.mean += delta * len(batch) / total
+        self.count.copy_(total)
+
+    def forward(self, x):
+        """[..., *shape] -> float32 [..., *shape] within [-10, 10]."""
+        return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
+
+
+def layer_init(layer, std=2**0.5):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(*sizes, output_std=None):
+    """Linear and tanh layers; with an output_std the last one is linear and starts with that scale."""
+    layers = []
+    for size, next_size in zip(sizes, sizes[1:]):
+        layers += [layer_init(nn.Linear(size, next_size)), nn.Tanh()]
+    if output_std is not None:
+        layers[-2:] = [layer_init(layers[-2], output_std)]
+    return nn.Sequential(*layers)
+
+
+class Trajectory:
+    """The last `num_steps` steps of every environment, and the `window - 1` before them, each stored once.
+
+    Windows are gathered from it by index. `states` are as the environment gave them, `actions` in [0, 1] as drawn;
+    `age` counts the earlier steps of the same episode that a window holds, 0 to window - 1.
+    """
+
+    def __init__(self, num_steps, num_envs, obs_dim, act_dim, window, device):
+        self.window, self.row = window, window - 1 + num_steps - 1
+        self.states = torch.zeros((window - 1 + num_steps, num_envs, obs_dim), device=device)
+        self.actions = torch.zeros((window - 1 + num_steps, num_envs, act_dim), device=device)
+        self.age = torch.zeros((window - 1 + num_steps, num_envs), dtype=torch.long, device=device)
+        self.envs = torch.arange(num_envs, device=device)
+
+    def append(self, states, first):
+        """The environments' next states [num_envs, obs_dim]; `first` [num_envs] says which begin an episode."""
+        if self.row == len(self.states) - 1:  # full: only what later windows still reach stays, at the front
+            for tensor in (self.states, self.actions, self.age):
+                tensor[: self.window - 1] = tensor[len(tensor) - self.window + 1 :].clone()
+            self.row = self.window - 2
+        age = (self.age[self.row] + 1).clamp(max=self.window - 1)
+        self.row += 1
+        self.states[self.row] = states
+        self.age[self.row] = age.masked_fill(first, 0)
+
+    def windows(self, states, rows, envs, next_states=None):
+        """The windows that end at states[rows, envs] [B], or at `next_states` [B, obs_dim] that followed them.
+
+        -> states [B, window, obs_dim], actions [B, window - 1, act_dim], age [B]. A window starts at index 0 with its
+        first step, and its current state is at index age; what lies behind it is padding.
+        """
+        after = next_states is not None
+        age = (self.age[rows, envs] + after).clamp(max=self.window - 1)
+        steps = (rows + after - age)[:, None] + torch.arange(self.window, device=age.device)
+        steps = torch.minimum(steps, rows[:, None])  # [B, window]
+        states, actions = states[steps, envs[:, None]], self.actions[steps[:, :-1], envs[:, None]]
+        if after:
+            states[torch.arange(len(age), device=age.device), age] = next_states
+        return states, actions, age
+
+
+class Agent(nn.Module):
+    """The sequential policy and value network, with the observation statistics it was trained with.
+
+    States are normalised by `obs_norm` before they reach the networks: `act` does it, the others expect it done.
+    """
+
+    def __init__(self, observation_space, action_space, args):
+        super().__init__()
+        obs_dim, act_dim, size = observation_space.shape[0], action_space.shape[0], args.hidden_size
+        self.window, self.interleave = args.window, args.interleave
+        self.obs_norm = RunningNorm(obs_dim) if args.norm_obs else nn.Identity()
+        self.state_encoder = mlp(obs_dim, size, size)
+        self.action_encoder = mlp(act_dim, size, size)
+        self.gru = nn.GRU(size, size, num_layers=2, batch_first=True)
+        for name, parameter in self.gru.named_parameters():
+            nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
+        self.actor = mlp(size, size, 2 * act_dim, output_std=0.01)
+        # softplus(bias) + 1 = init_concentration. What decides is the noise that the first actions carry: a Beta(c, c)
+        # on [-1, 1] has standard deviation 1 / sqrt(2 c + 1).
+        nn.init.constant_(self.actor[-1].bias, np.log(np.expm1(args.init_concentration - 1)))
+        self.critic = mlp(size, size, 1, output_std=1.0)
+        self.decoder = mlp(size, size, obs_dim, output_std=1.0)
+        self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
+        self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
+
+    def forward(self, states, actions, age):
+        """Windows -> alpha, beta [B, act_dim], values [B], the GRU's outputs [B, tokens, hidden_size]."""
+        tokens = self.state_encoder(states)  # [B, window, hidden_size]
+        last = age
+        if self.interleave and self.window > 1:
+            pairs = torch.stack([tokens[:, :-1], self.action_encoder(2 * actions - 1)], 2)  # s, a
+            tokens = torch.cat([pairs.flatten(1, 2), tokens[:, -1:]], 1)  # [B, 2 * window - 1, hidden_size]
+            last = 2 * age
+        outputs, _ = self.gru(tokens)  # causal: the padding behind the last token changes nothing before it
+        output = outputs[torch.arange(len(last), device=last.device), last]  # after the current state, [B, hidden_size]
+        alpha, beta = (nn.functional.softplus(self.actor(output)) + 1).chunk(2, -1)
+        return alpha, beta, self.critic(output).squeeze(-1), outputs
+
+    def predict(self, outputs):
+        """The GRU's outputs -> predictions of the window's states[:, 1:], [B, window - 1, obs_dim]."""
+        return self.decoder(outputs[:, 1::2] if self.interleave else outputs[:, :-1])
+
+    def log_prob(self, alpha, beta, x):
+        """[..., act_dim] three times -> [...], the log-density of the actions low + x * (high - low)."""
+        # float64: lgamma(61) in float32 is off by 1e-5 in each of 61 dimensions
+        alpha, beta, x = alpha.double(), beta.double(), x.double()
+        log_prob = (alpha - 1) * x.log() + (beta - 1) * (-x).log1p() - log_beta(alpha, beta)
+        return (log_prob - (self.high - self.low).log()).sum(-1).float()
+
+    def entropy(self, alpha, beta):
+        """[..., act_dim] twice -> [..., act_dim], of the actions low + x * (high - low)."""
+        alpha, beta = alpha.double(), beta.double()
+        entropy = log_beta(alpha, beta) - (alpha - 1) * alpha.digamma() - (beta - 1) * beta.digamma()
+        entropy += (alpha + beta - 2) * (alpha + beta).digamma()
+        return (entropy + (self.high - self.low).log()).float()
+
+    def to_env(self, x):
+        """[0, 1] -> the action bounds."""
+        return self.low + x * (self.high - self.low)
+
+    def memory(self, num_envs=1):
+        """What `act` remembers of the episodes of `num_envs` environments."""
+        obs_dim, act_dim = self.state_encoder[0].in_features, len(self.low)
+        return Trajectory(1, num_envs, obs_dim, act_dim, self.window, self.low.device)
+
+    @torch.no_grad()
+    def act(self, obs, first, memory):
+        """Greedy actions for the environments, from observations [num_envs, obs_dim] as they give them.
+
+        `first` [num_envs] says which environments have just been reset; `memory` comes from `memory(num_envs)`.
+        """
+        memory.append(obs, first)
+        states, actions, age = memory.windows(memory.states, memory.envs * 0 + memory.row, memory.envs)
+        alpha, beta, _, _ = self(self.obs_norm(states), actions, age)
+        memory.actions[memory.row] = inside(alpha / (alpha + beta))
+        return self.to_env(memory.actions[memory.row])
+
+
+def log_beta(alpha, beta):
+    """Logarithm of the Beta function."""
+    return alpha.lgamma() + beta.lgamma() - (alpha + beta).lgamma()
+
+
+def inside(x):
+    """Clamps into the open interval (0, 1), at whose ends the log-density may be infinite."""
+    return x.clamp(1e-6, 1 - 1e-6)
+
+
+def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438), all [num_steps, num_envs].
+
+    next_values[t] is V of the state that really followed step t: the episode's last observation where it ended.
+    A terminal state is worth 0. A time limit is no terminal state: it bootstraps, but no advantage flows across it.
+    """
+    deltas = rewards + gamma * (1 - terminated) * next_values - values
+    decay = gamma * gae_lambda * (1 - done)
+    advantages = deltas.clone()
+    for t in reversed(range(len(rewards) - 1)):
+        advantages[t] += decay[t] * advantages[t + 1]
+    return advantages
+
+
+def discounted_returns(rewards, done, running, gamma):
+    """Each environment's discounted return so far, [num_steps, num_envs]; `running` [num_envs] goes on in place."""
+    returns = torch.empty_like(rewards)
+    for t in range(len(rewards)):
+        returns[t] = running.mul_(gamma).add_(rewards[t])
+        running *= 1 - done[t]
+    return returns
+
+
+def clipped_policy_loss(ratio, advantages, clip_coef):
+    """-min(ratio A, clip(ratio) A): zero gradient where the ratio is out of range on the side that A pushes it to."""
+    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
+
+
+def clipped_value_loss(new_values, values, returns, clip_coef):
+    """Squared errors; with a clip_coef the larger of the error and that of V_old plus the clipped change."""
+    errors = (new_values - returns).square()
+    if clip_coef is None:
+        return errors
+    clipped = values + (new_values - values).clamp(-clip_coef, clip_coef)
+    return torch.max(errors, (clipped - returns).square())
+
+
+def state_prediction_loss(predictions, states, age):
+    """Mean squared error of the predictions of states[:, 1:] that lie in the window, [B, window - 1, obs_dim]."""
+    mask = torch.arange(predictions.shape[1], device=age.device) < age[:, None]  # [B, window - 1]
+    errors = (predictions - states[:, 1:]).square().mean(-1)
+    return (errors * mask).sum() / mask.sum().clamp(min=1)
+
+
+def minibatch_gradient(agent, args, states, actions, age, taken, log_probs, values, advantages, returns):
+    """Sets the clipped gradient of one minibatch's loss; returns what is logged: log_ratio [minibatch], losses [4]."""
+    alpha, beta, new_values, outputs = agent(states, actions, age)
+    log_ratio = agent.log_prob(alpha, beta, taken) - log_probs
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy_loss = clipped_policy_loss(log_ratio.exp(), advantages, args.clip_coef).mean()
+    clip_coef = args.clip_coef if args.clip_vloss else None
+    value_loss = clipped_value_loss(new_values, values, returns, clip_coef).mean()
+    entropy = agent.entropy(alpha, beta)
+    entropy = entropy.mean() if args.entropy_mean else entropy.sum(-1).mean()
+    state_loss = state_prediction_loss(agent.predict(outputs), states, age)
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy + args.state_coef * state_loss
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    return log_ratio.detach(), torch.stack([policy_loss, value_loss, entropy, state_loss]).detach()
+
+
+def approximate_kl(log_ratio):
+    """KL(pi_old || pi) from samples of pi_old: mean of (ratio - 1) - log ratio (Schulman, "Approximating KL", k3)."""
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def update(agent, optimizer, minibatch_gradient, args, trajectory, states, batch):
+    """`update_epochs` passes over the batch, a tuple of [num_steps * num_envs]; returns scalars, means over the update."""
+    batch_size = len(batch[0])
+    taken = trajectory.actions[trajectory.window - 1 :].flatten(0, 1)  # [batch_size, act_dim]
+    log_ratios, losses = [], []
+    for _ in range(args.update_epochs):
+        for index in torch.randperm(batch_size, device=taken.device).split(batch_size // args.num_minibatches):
+            check_signals()
+            rows, envs = trajectory.window - 1 + index // args.num_envs, index % args.num_envs
+            windows = trajectory.windows(states, rows, envs)
+            optimizer.zero_grad()
+            log_ratio, loss = minibatch_gradient(agent, args, *windows, taken[index], *(x[index] for x in batch))
+            optimizer.step()
+            log_ratios.append(log_ratio)
+            losses.append(loss)
+        if args.target_kl is not None:
+            if approximate_kl(torch.cat(log_ratios[-args.num_minibatches :])) > args.target_kl:
+                break
+    log_ratio = torch.cat(log_ratios)
+    clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
+    metrics = [*torch.stack(losses).mean(0), -log_ratio.mean(), approximate_kl(log_ratio), clipfrac]
+    names = ("policy_loss", "value_loss", "entropy", "state_loss", "old_approx_kl", "approx_kl", "clipfrac")
+    return {f"losses/{name}": value for name, value in zip(names, torch.stack(metrics).tolist())}
+
+
+def evaluate(agent, args, device, video_folder=None):
+    """Plays `eval_episodes` greedy episodes on fresh environments; returns their returns and lengths, as started.
+
+    The first so many started count, not the first finished, which would favour short ones.
+    """
+    if args.eval_episodes == 0:
+        return [], []
+    num_envs = 1 if video_folder else min(args.num_envs, args.eval_episodes)
+    make = partial(make_env, args.env_id, evaluation=True, video_folder=video_folder)
+    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
+        obs = envs.reset()
+        memory, first = agent.memory(num_envs), np.ones(num_envs, bool)
+        playing, started, finished = list(range(num_envs)), num_envs, {}
+        while len(finished) < args.eval_episodes:
+            check_signals()
+            actions = agent.act(*(torch.as_tensor(x, device=device) for x in (obs, first)), memory)
+            obs, _, terminated, truncated = envs.step(actions.cpu().numpy())
+            first = terminated | truncated
+            for env, episode in zip(np.flatnonzero(first), envs.episodes):
+                if playing[env] < args.eval_episodes:
+                    finished[playing[env]] = episode
+                playing[env], started = started, started + 1
+    return [list(column) for column in zip(*(finished[i] for i in range(args.eval_episodes)))]
+
+
+def train(args: Args) -> dict:
+    """Trains (or, with a budget of 0, only evaluates) and returns what the run's result.json (eval.json) holds."""
+    batch_size = check_args(args)
+    for name, least in (("window", 1), ("hidden_size", 1), ("init_concentration", 1.01)):
+        if getattr(args, name) < least:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {least}")
+    with (
+        Run(args) as run,
+        SubprocVecEnv(partial(make_env, args.env_id), args.num_envs, args.num_workers, run.env_seed) as envs,
+    ):
+        device = run.device
+        agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        return_norm = RunningNorm(()).to(device)
+        run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
+        if args.total_timesteps == 0:
+            return run.evaluated(*evaluate(agent, args, device, run.video_folder))
+        policy, gradient = agent, minibatch_gradient
+        if args.compile:
+            policy, gradient = compile_function(policy, device), compile_function(gradient, device)
+
+        obs_dim, act_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+        trajectory = Trajectory(args.num_steps, args.num_envs, obs_dim, act_dim, args.window, device)
+        log_probs, values = torch.zeros((2, args.num_steps, args.num_envs), device=device)
+        rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
+        ends = np.zeros((args.num_steps, args.num_envs), bool)  # where the next state is not the next row's
+        running_return = torch.zeros(args.num_envs, device=device)
+        next_obs, first = envs.reset(), np.ones(args.num_envs, bool)
+        num_iterations = args.total_timesteps // batch_size
+
+        for iteration in range(run.iteration + 1, num_iterations + 1):
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / num_iterations)
+
+            # Collect. The policy and the observation statistics stay as they are until the update.
+            rollout_start = time.perf_counter()
+            last_obs = []  # what followed each step of `ends`, in its order
+            for step in range(args.num_steps):
+                check_signals()
+                trajectory.append(*(torch.as_tensor(x, device=device) for x in (next_obs, first)))
+                with torch.no_grad():
+                    rows = torch.full_like(trajectory.envs, trajectory.row)
+                    states, actions, age = trajectory.windows(trajectory.states, rows, trajectory.envs)
+                    alpha, beta, values[step], _ = policy(agent.obs_norm(states), actions, age)
+                    x = inside(torch.distributions.Beta(alpha, beta, validate_args=False).sample())
+                    trajectory.actions[trajectory.row] = x
+                    log_probs[step] = agent.log_prob(alpha, beta, x)
+                    env_actions = agent.to_env(x).cpu().numpy()
+                next_obs, rewards[step], terminated[step], truncated = envs.step(env_actions)
+                first = done[step] = envs.terminated | truncated
+                ends[step] = first | (step == args.num_steps - 1)
+                if ends[step].any():
+                    last_obs.append(np.where(first[:, None], envs.final_obs, next_obs)[ends[step]])
+                run.step(envs.episodes)
+
+            # Advantages.
+            update_start = time.perf_counter()
+            with torch.no_grad():
+                rewards_t, terminated_t, done_t = (torch.tensor(x, device=device) for x in (rewards, terminated, done))
+                next_values = torch.cat([values[1:], values[-1:]])
+                steps, indices = torch.as_tensor(ends, device=device).nonzero(as_tuple=True)
+                last_obs = torch.as_tensor(np.concatenate(last_obs), device=device)
+                states = agent.obs_norm(trajectory.states)
+                windows = trajectory.windows(states, args.window - 1 + steps, indices, agent.obs_norm(last_obs))
+                next_values[steps, indices] = agent(*windows)[2]
+                scaled_rewards = args.reward_scale * rewards_t
+                if args.norm_reward:
+                    scaled_rewards = (rewards_t / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10)
+                advantages = compute_gae(
+                    scaled_rewards, values, next_values, terminated_t, done_t, args.gamma, args.gae_lambda
+                )
+                returns = advantages + values
+                explained_variance = 1 - (returns - values).var() / returns.var()
+
+            # Update, then let the statistics see the rollout.
+            batch = tuple(x.flatten(0, 1) for x in (log_probs, values, advantages, returns))
+            scalars = update(agent, optimizer, gradient, args, trajectory, states, batch)
+            if args.norm_obs:
+                agent.obs_norm.update(trajectory.states[args.window - 1 :])
+            if args.norm_reward:
+                return_norm.update(discounted_returns(rewards_t, done_t, running_return, args.gamma))
+            end = time.perf_counter()
+
+            # Log and save.
+            scalars["losses/explained_variance"] = explained_variance.item()
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)
+            if args.eval_interval and iteration % args.eval_interval == 0 and iteration < num_iterations:
+                run.log({"eval/episodic_return": np.mean(evaluate(agent, args, device)[0])})
+
+        return run.finish(*evaluate(agent, args, device, run.video_folder))
+
+
+# Plumbing: the same text in every script
+
+
+class EnvError(RuntimeError):
+    """An environment or the process that steps it failed; says which one, with the environment's own traceback."""
+
+
+def gym_make(env_id, evaluation=False, video_folder=None):
+    """gymnasium.make, with HumanoidBench's ids too; one line where that fails. Reports raw returns of full episodes.
+
+    In an evaluation an environment without a time limit of its own gets one of 27000 steps.
+    """
+    hint = ""
+    if ":" not in env_id and env_id not in gym.registry:
+        try:
+            with redirect_stdout(io.StringIO()):
+                import humanoid_bench  # noqa: F401 (importing it registers its ids)
+        except ImportError as error:
+            if env_id.startswith(("h1", "g1")):
+                hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
+    try:
+        with redirect_stdout(io.StringIO()):
+            env = gym.make(env_id, render_mode="rgb_array" if video_folder else None, disable_env_checker=True)
+    except (gym.error.Error, ImportError) as error:
+        raise SystemExit(f"--env-id {env_id}: {' '.join(str(error).split())}{hint}") from None
+    if evaluation and env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, 27000)
+    env = gym.wrappers.RecordEpisodeStatistics(env)
+    if video_folder:
+        env = gym.wrappers.RecordVideo(env, video_folder, episode_trigger=lambda _: True, disable_logger=True)
+    return env
+
+
+def check_video(make_env):
+    """Exits with one line where frames can't be rendered: better now than after the training."""
+    try:
+        env = make_env()
+        env.reset()
+        env.close()
+    except Exception as error:
+        raise SystemExit(
+            f"--capture-video: {type(error).__name__}: {' '.join(str(error).split())[:200]}. Set MUJOCO_GL=egl (Debian's "
+            "libegl1, or a GPU driver's) or MUJOCO_GL=osmesa (Debian's libosmesa6) before starting"
+        ) from None
+
+
+def _views(shared):
+    return {name: np.frombuffer(memory, dtype).reshape(shape) for name, (memory, dtype, shape) in shared.items()}
+
+
+def _worker(connection, make_env, seeds, first, shared):
+    """Steps the environments `first`, `first + 1`, ...; answers each message with nothing, or with what went wrong."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides when a run ends
+    # End with the parent, even in the middle of a step: its sentinel is ready as soon as it is gone, however it went.
+    sentinel = multiprocessing.parent_process().sentinel
+    threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
+    torch.set_num_threads(1)
+    view = argparse.Namespace(**_views(shared))
+    envs, generators, first_seeds = [], [], {}
+
+    def reset(i):
+        draw = int(generators[i].integers(2**32))  # for environments that draw from the global generators
+        random.seed(draw)
+        np.random.seed(draw)
+        view.obs[first + i] = envs[i].reset(seed=first_seeds.pop(i, None))[0]
+
+    i, doing = 0, "making it"
+    try:
+        for i, seed in enumerate(seeds):
+            generators.append(np.random.default_rng(seed))
+            first_seeds[i] = int(generators[i].integers(2**31))
+            envs.append(make_env())
+            envs[i].action_space.seed(int(generators[i].integers(2**31)))
+        connection.send_bytes(b"")
+        while True:
+            try:
+                command = connection.recv_bytes()
+            except (EOFError, ConnectionError):
+                break  # the parent is done with these environments
+            for i, env in enumerate(envs):
+                if command == b"reset":
+                    doing = "reset"
+                    reset(i)
+                    continue
+                doing, at = "step", first + i
+                obs, view.rewards[at], view.terminated[at], view.truncated[at], info = env.step(view.actions[at].copy())
+                view.episode_lengths[at] = 0
+                if "episode" in info:
+                    view.episode_returns[at] = info["episode"]["r"]
+                    view.episode_lengths[at] = info["episode"]["l"]
+                if view.terminated[at] or view.truncated[at]:
+                    view.final_obs[at] = obs
+                    doing = "reset"
+                    reset(i)
+                else:
+                    view.obs[at] = obs
+            connection.send_bytes(b"")
+        for env in envs:
+            env.close()
+    except BaseException as error:
+        message = f"{traceback.format_exc()}\nenvironment {first + i} raised {type(error).__name__} in {doing}: {error}"
+        connection.send_bytes(message.encode())
+
+
+class SubprocVecEnv:
+    """`num_envs` environments in `num_workers` processes (0: one for each core), each with its own slice of them.
+
+    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated). These are views of shared memory that the
+    next step overwrites: obs [num_envs, ...] in the space's dtype (float64 as float32), rewards float32 [num_envs],
+    flags bool [num_envs]. An environment that ends starts anew in the same step: `obs` then holds the new episode's
+    first observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists the (return, length) of the
+    episodes that ended in this step, in the order of the environments. Both are valid until the next step.
+    `make_env` takes no argument and can be pickled. `seed`, an int or a list of ints, fixes everything that happens,
+    whatever the number of workers. Raises EnvError where an environment or a worker fails.
+    """
+
+    def __init__(self, make_env, num_envs, num_workers, seed):
+        env = make_env()
+        self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
+        env.close()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        slices = np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores))
+        self.slices = [(int(part[0]), int(part[-1])) for part in slices]
+        # forkserver: workers start from a process that has the imports and no threads. Not on Windows: spawn there.
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
+        space = self.single_observation_space
+        obs_dtype = np.dtype(np.float32 if space.dtype == np.float64 else space.dtype)
+        fields = {
+            "obs": (obs_dtype, space.shape),
+            "final_obs": (obs_dtype, space.shape),
+            "actions": (self.single_action_space.dtype, self.single_action_space.shape),
+            "rewards": (np.dtype(np.float32), ()),
+            "terminated": (np.dtype(bool), ()),
+            "truncated": (np.dtype(bool), ()),
+            "episode_returns": (np.dtype(np.float64), ()),
+            "episode_lengths": (np.dtype(np.int64), ()),
+        }
+        shared = {}
+        for name, (dtype, shape) in fields.items():
+            size = num_envs * int(np.prod(shape)) * dtype.itemsize
+            shared[name] = context.RawArray("b", size), dtype, (num_envs, *shape)
+        vars(self).update(_views(shared))
+        self.episodes = []
+        self.connections, self.processes = [], []
+        seeds = np.random.SeedSequence(seed).spawn(num_envs)
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
+        try:
+            for first, last in self.slices:
+                connection, worker_end = context.Pipe()
+                arguments = (worker_end, make_env, seeds[first : last + 1], first, shared)
+                process = context.Process(target=_worker, args=arguments, daemon=True)
+                process.start()
+                worker_end.close()
+                self.connections.append(connection)
+                self.processes.append(process)
+            for connection in self.connections:
+                while not connection.poll(0.1):
+                    check_signals()
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.environ.pop("OMP_NUM_THREADS")
+            if threads is not None:
+                os.environ["OMP_NUM_THREADS"] = threads
+
+    def reset(self):
+        """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
+        self._send(b"reset")
+        self._receive()
+        self.episodes = []
+        self._check_finite("observation", self.obs)
+        return self.obs
+
+    def step(self, actions):
+        self.actions[:] = actions
+        self._send(b"step")
+        self._receive()
+        ended = self.episode_lengths > 0
+        self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))
+        self._check_finite("reward", self.rewards)
+        self._check_finite("observation", self.obs)
+        if ended.any():
+            self._check_finite("final observation", self.final_obs)
+        return self.obs, self.rewards, self.terminated, self.truncated
+
+    def _send(self, command):
+        for worker, connection in enumerate(self.connections):
+            try:
+                connection.send_bytes(command)
+            except ConnectionError:
+                self._died(worker)
+
+    def _receive(self):
+        for worker, connection in enumerate(self.connections):
+            try:
+                message = connection.recv_bytes()
+            except (EOFError, ConnectionError):
+                self._died(worker)
+            if message:
+                raise EnvError(message.decode())
+
+    def _died(self, worker):
+        self.processes[worker].join(1)
+        code = self.processes[worker].exitcode
+        cause = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
+        first, last = self.slices[worker]
+        raise EnvError(f"the process of environments {first} to {last} {cause}")
+
+    def _check_finite(self, what, array):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            env = int(np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(1))[0])
+            raise EnvError(f"environment {env} returned a {what} that is not finite")
+
+    def close(self):
+        for connection in self.connections:
+            connection.close()  # a worker that waits sees the end of its pipe
+        for process in self.processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+_signal_received = None
+
+
+def _on_signal(signum, _):
+    global _signal_received
+    if _signal_received is not None:
+        os._exit(128 + signum)  # a second Ctrl-C leaves at once
+    _signal_received = signum
+
+
+def check_signals():
+    """Raises SystemExit after a SIGINT or SIGTERM: called where leaving is safe, at least once a step and minibatch."""
+    if _signal_received is not None:
+        raise SystemExit(128 + _signal_received)
+
+
+def check_args(args):
+    """Exits with one line where the sizes make no sense; returns the batch size."""
+    for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs"):
+        if getattr(args, name) < 1:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least 1")
+    for name in ("num_workers", "checkpoint_interval", "eval_episodes", "eval_interval", "total_timesteps"):
+        if getattr(args, name) < 0:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must not be negative")
+    batch_size = args.num_envs * args.num_steps
+    batch = f"a batch of {batch_size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
+    if batch_size % args.num_minibatches or batch_size // args.num_minibatches < 2:
+        raise SystemExit(f"--num-minibatches {args.num_minibatches}: must cut {batch} into equal parts of 2 or more")
+    if args.total_timesteps == 0 and (args.resume is None or args.eval_episodes == 0):
+        raise SystemExit("--total-timesteps 0 only evaluates: it needs --resume PATH and --eval-episodes of 1 or more")
+    if 0 < args.total_timesteps < batch_size:
+        raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}")
+    return batch_size
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def compile_function(function, device):
+    """torch.compile, on a GPU with CUDA graphs: the outputs are cloned, as the next call overwrites them."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise SystemExit(f"--compile needs a C++ compiler: {compiler} is not installed (Debian's g++; or set CXX)")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its helper processes would outlive the run
+    if device.type == "cpu":
+        return torch.compile(function)
+    compiled = torch.compile(function, mode="reduce-overhead")
+
+    def call(*inputs):
+        torch.compiler.cudagraph_mark_step_begin()
+        return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
+
+    return call
+
+
+def read_checkpoint(path):
+    """(checkpoint, its file) of a run directory, checkpoint.pt or policy.pt; one line if it is not this script's."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / ("checkpoint.pt" if (file / "checkpoint.pt").exists() else "policy.pt")
+    if not file.is_file():
+        raise SystemExit(f"--resume {path}: there is no {file}")
+    try:
+        checkpoint = torch.load(file, weights_only=True, map_location="cpu")
+        script, _, _ = checkpoint["script"], checkpoint["args"], checkpoint["model"]
+    except Exception as error:
+        raise SystemExit(f"--resume {path}: {file} is damaged or no checkpoint ({type(error).__name__})") from None
+    if script != Path(__file__).stem:
+        raise SystemExit(f"--resume {path}: a checkpoint of {script}.py, not of {Path(__file__).name}")
+    return checkpoint, file
+
+
+def parse_args(Args):
+    """The command line; with --resume PATH the defaults are the saved run's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    resume = parser.parse_known_args()[0].resume
+    default = Args()
+    if resume is not None:
+        saved = read_checkpoint(resume)[0]["args"]
+        unknown = saved.keys() ^ {field.name for field in fields(Args)}
+        if unknown:
+            raise SystemExit(
+                f"--resume {resume}: of another version of this script, which differs in {sorted(unknown)}"
+            )
+        default = replace(Args(**saved), run_dir=None)
+    return tyro.cli(Args, default=default)
+
+
+class Run:
+    """One run: its directory, curves, checkpoints and signals; as a context, what was reached is saved however it ends.
+
+    `begin` opens it, `step` counts a step of all environments, `end_iteration` logs, checks and saves, `finish` ends it.
+    """
+
+    MAY_CHANGE = ["total_timesteps", "num_workers", "cuda", "compile", "eval_episodes", "eval_interval"]
+    MAY_CHANGE += ["capture_video", "track", "wandb_project_name", "wandb_entity", "checkpoint_interval"]
+    MAY_CHANGE += ["run_dir", "resume"]
+
+    def __init__(self, args):
+        self.args = args
+        self.iteration = self.global_step = 0
+        self.recent_returns = deque(maxlen=100)
+        self.seconds = self.training_seconds = 0.0  # since the run's first start; in rollouts and updates alone
+        self.started = time.perf_counter()
+        self.snapshot = self.writer = self.checkpoint = None
+        self.saved_iteration = -1
+        self.env_seed = args.seed
+        unix_time = int(time.time())
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{unix_time}".replace("/", "-").replace(":", "-")
+        self.directory = Path(args.run_dir or f"runs/{name}")
+        if args.resume is not None:
+            self.checkpoint, self.file = read_checkpoint(args.resume)
+            if args.run_dir is not None and Path(args.run_dir).resolve() != self.file.parent.resolve():
+                raise SystemExit(f"--run-dir {args.run_dir}: a run goes on in its own directory, {self.file.parent}")
+            self.directory = self.file.parent
+            for key, value in self.checkpoint["args"].items():
+                if key not in self.MAY_CHANGE and getattr(args, key) != value:
+                    raise SystemExit(
+                        f"{flag(key)} {getattr(args, key)}: the run of --resume has {value}; it can't change"
+                    )
+            self.iteration, self.global_step = self.checkpoint["iteration"], self.checkpoint["global_step"]
+            self.seconds, self.training_seconds = self.checkpoint["seconds"], self.checkpoint["training_seconds"]
+            self.recent_returns.extend(self.checkpoint["recent_returns"])
+            self.saved_iteration = self.iteration
+            self.env_seed = [args.seed, self.iteration]
+        elif any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt", "result.json")):
+            raise SystemExit(f"--run-dir {self.directory} holds a run already: go on with --resume {self.directory}")
+        self.video_folder = str(self.directory / "videos") if args.capture_video else None
+        self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+        torch.backends.cudnn.deterministic = args.torch_deterministic
+        random.seed(args.seed)
+        np.random.seed(args.seed)
+        torch.manual_seed(args.seed)
+
+    def __enter__(self):
+        global _signal_received
+        _signal_received = None
+        self.handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def begin(self, envs, **parts):
+        """Loads the checkpoint of --resume into `parts` (name=module or optimizer), or opens a new directory."""
+        self.parts = parts
+        spaces = (envs.single_observation_space, envs.single_action_space)
+        self.shapes = [[*space.shape, getattr(space, "n", 0)] for space in spaces]
+        if self.checkpoint is not None:
+            self._load()
+        if self.args.total_timesteps == 0:
+            return
+        batch_size = self.args.num_envs * self.args.num_steps
+        if self.args.total_timesteps < self.global_step:
+            raise SystemExit(f"--total-timesteps {self.args.total_timesteps}: the run has {self.global_step} already")
+        if self.args.total_timesteps % batch_size:
+            left = self.args.total_timesteps % batch_size
+            print(f"the last {left} of {self.args.total_timesteps} steps are left out: an iteration takes {batch_size}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "args.json").write_text(json.dumps(vars(self.args), indent=2) + "\n")
+        except OSError as error:
+            raise SystemExit(f"--run-dir {self.directory}: {error}") from None
+        if self.args.track:
+            try:
+                import wandb
+            except ImportError:
+                raise SystemExit("--track needs Weights & Biases: pip install wandb") from None
+            project, entity = self.args.wandb_project_name, self.args.wandb_entity
+            name, config = self.directory.name, vars(self.args)
+            wandb.init(project=project, entity=entity, name=name, config=config, sync_tensorboard=True)
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step or None)
+        table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+        self._take_snapshot()
+
+    def _load(self):
+        if self.checkpoint["shapes"] != self.shapes:
+            shapes = f"{self.checkpoint['shapes']}, not {self.shapes}"
+            raise SystemExit(
+                f"--resume {self.args.resume}: trained on observations and actions of other shapes: {shapes}"
+            )
+        if "rng" not in self.checkpoint and self.args.total_timesteps != 0:
+            raise SystemExit(
+                f"--resume {self.args.resume}: a policy without optimizer and random states can only be evaluated "
+                "(--total-timesteps 0); training goes on from checkpoint.pt"
+            )
+        for name, part in self.parts.items():
+            if name in self.checkpoint:
+                part.load_state_dict(self.checkpoint[name])
+        if "rng" in self.checkpoint:
+            rng = self.checkpoint["rng"]
+            random.setstate(tuple(tuple(x) if isinstance(x, list) else x for x in rng["python"]))
+            np.random.set_state(tuple(rng["numpy"]))
+            torch.set_rng_state(rng["torch"])
+            if rng["cuda"] and self.device.type == "cuda":
+                torch.cuda.set_rng_state(rng["cuda"][0])
+
+    def _take_snapshot(self):
+        """Copies the state after a whole iteration: what is saved when a later one is cut short."""
+        algorithm, keys, *rest = np.random.get_state()
+        python = [list(x) if isinstance(x, tuple) else x for x in random.getstate()]
+        cuda = [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
+        state = {
+            "script": Path(__file__).stem,
+            "args": vars(self.args),
+            "shapes": self.shapes,
+            **{name: part.state_dict() for name, part in self.parts.items()},
+            "rng": {
+                "python": python,
+                "numpy": [algorithm, keys.tolist(), *rest],
+                "torch": torch.get_rng_state(),
+                "cuda": cuda,
+            },
+            "global_step": self.global_step,
+            "iteration": self.iteration,
+            "recent_returns": list(self.recent_returns),
+            "seconds": self.seconds + time.perf_counter() - self.started,
+            "training_seconds": self.training_seconds,
+        }
+        self.snapshot = copy.deepcopy(state)
+
+    def _save(self):
+        self.writer.flush()
+        self._write(self.snapshot, self.directory / "checkpoint.pt")
+        self.saved_iteration = self.snapshot["iteration"]
+
+    def _write(self, state, file):
+        temporary = file.with_suffix(".tmp")  # a kill in the middle of writing leaves the old file whole
+        with open(temporary, "wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+
+    def step(self, episodes):
+        """Counts one step of all environments and logs the episodes, [(return, length)], that ended in it."""
+        self.global_step += self.args.num_envs
+        for episodic_return, length in episodes:
+            self.log({"charts/episodic_return": episodic_return, "charts/episodic_length": length})
+            self.recent_returns.append(episodic_return)
+
+    def log(self, scalars):
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.global_step)
+
+    def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
+        """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
+        seconds = rollout_seconds + update_seconds
+        steps_per_second = self.args.num_envs * self.args.num_steps / seconds
+        scalars |= {"time/rollout": rollout_seconds, "time/update": update_seconds, "charts/SPS": steps_per_second}
+        self.log(scalars)
+        parameters = [p for part in self.parts.values() if isinstance(part, nn.Module) for p in part.parameters()]
+        losses = [scalars[name] for name in ("losses/policy_loss", "losses/value_loss")]
+        if not (np.isfinite(losses).all() and all(torch.stack([p.detach().isfinite().all() for p in parameters]))):
+            self._write_result("diverged", [])
+            raise SystemExit(
+                f"diverged at step {self.global_step}: a loss or parameter is not finite. The last good state is in "
+                f"{self.directory}/checkpoint.pt; a lower --learning-rate may help"
+            )
+        self.iteration = iteration
+        self.training_seconds += seconds
+        self._take_snapshot()
+        num_iterations = self.args.total_timesteps // (self.args.num_envs * self.args.num_steps)
+        interval = self.args.checkpoint_interval
+        if iteration == num_iterations or (interval and iteration % interval == 0):
+            self._save()
+        self._print_progress(steps_per_second, (num_iterations - iteration) * seconds)
+
+    def _print_progress(self, steps_per_second, seconds_left):
+        total = self.args.total_timesteps
+        mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
+        minutes, seconds = divmod(int(seconds_left), 60)
+        line = f"step {self.global_step}/{total}  {steps_per_second:.0f} steps/s  return {mean}  {minutes}m{seconds:02d}s left"
+        if sys.stdout.isatty():
+            filled = 20 * self.global_step // total
+            last = self.global_step + self.args.num_envs * self.args.num_steps > total
+            print(f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {line}", end="\n" if last else "", flush=True)
+        else:
+            print(line, flush=True)
+
+    def _write_result(self, status, eval_returns):
+        directory = Path(__file__).resolve().parent
+        git = ["git", "-C", str(directory), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+        result = {
+            "status": status,
+            "env_id": self.args.env_id,
+            "script": Path(__file__).stem,
+            "seed": self.args.seed,
+            "args": vars(self.args),
+            "global_step": self.global_step,
+            "iterations": self.iteration,
+            "mean_return_last_100": float(np.mean(self.recent_returns)) if self.recent_returns else None,
+            "eval_returns": list(eval_returns),
+            "wall_seconds": self.seconds + time.perf_counter() - self.started,
+            "steps_per_second": self.global_step / max(self.training_seconds, 1e-9),
+            "versions": {"python": platform.python_version(), **versions},
+            "commit": commit or None,
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.processor() or "cpu",
+        }
+        (self.directory / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        return result
+
+    def finish(self, eval_returns=(), eval_lengths=()):
+        """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
+        if eval_returns:
+            self.log({"eval/episodic_return": np.mean(eval_returns)})
+        optimizers = [name for name, part in self.parts.items() if isinstance(part, torch.optim.Optimizer)]
+        policy = {name: value for name, value in self.snapshot.items() if name not in [*optimizers, "rng"]}
+        self._write(policy, self.directory / "policy.pt")
+        result = self._write_result("finished", eval_returns)
+        if eval_returns:
+            print(f"evaluation: mean return {np.mean(eval_returns):.1f} of {len(eval_returns)} episodes")
+        print(f"finished: {self.directory}")
+        return result
+
+    def evaluated(self, returns, lengths):
+        """Writes eval.json beside the checkpoint that --total-timesteps 0 has evaluated."""
+        result = {
+            "returns": returns,
+            "lengths": lengths,
+            "mean": float(np.mean(returns)),
+            "global_step": self.global_step,
+        }
+        (self.directory / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
+        print(f"evaluation: mean return {result['mean']:.1f} of {len(returns)} episodes")
+        return result
+
+    def __exit__(self, _, error, __):
+        for signum, handler in self.handlers.items():
+            signal.signal(signum, handler)
+        if self.writer is not None:
+            if self.snapshot["iteration"] > self.saved_iteration and self.snapshot["iteration"] > 0:
+                self._save()
+            self.writer.close()
+        if error is None:
+            return
+        where = f"go on with --resume {self.directory}" if self.saved_iteration > 0 else "nothing was saved yet"
+        if _signal_received is not None:
+            print(f"\nstopped by {signal.Signals(_signal_received).name}; {where}", file=sys.stderr)
+            raise SystemExit(128 + _signal_received) from None
+        if isinstance(error, EnvError):
+            raise SystemExit(f"{error}; {where}") from None
+
+
+if __name__ == "__main__":
+    train(parse_args(Args))
