@@ -26,7 +26,7 @@ Source: Luo and Miao, "Improving the Representation Learning Ability of PPO Algo
 Actions" (HumanoidBench). Beyond the idea it differs from the base in the paper's settings: fixed reward scale, no
 clipped value loss, 32 environments of 1000 steps.
 
-Run:     python ppo_interleaved_gru_beta.py --env-id h1hand-walk-v0      (HumanoidBench; Humanoid-v5 needs only Gymnasium)
+Run:     python ppo_interleaved_gru_beta.py --env-id Humanoid-v5      (or h1hand-walk-v0, with HumanoidBench)
 Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
 """
 
@@ -43,12 +43,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
-from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, replace
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -402,7 +404,7 @@ def approximate_kl(log_ratio):
 
 
 def update(agent, optimizer, minibatch_gradient, args, trajectory, states, batch):
-    """`update_epochs` passes over the batch, a tuple of [num_steps * num_envs]; returns scalars, means over the update."""
+    """`update_epochs` passes over the batch, a tuple of [batch_size]; returns scalars, means over the update."""
     batch_size = len(batch[0])
     taken = trajectory.actions[trajectory.window - 1 :].flatten(0, 1)  # [batch_size, act_dim]
     log_ratios, losses = [], []
@@ -453,13 +455,14 @@ def evaluate(agent, args, device, video_folder=None):
 
 def train(args: Args) -> dict:
     """Trains (or, with a budget of 0, only evaluates) and returns what the run's result.json (eval.json) holds."""
-    batch_size = check_args(args)
+    check_args(args)
     for name, least in (("window", 1), ("hidden_size", 1), ("init_concentration", 1.01)):
         if getattr(args, name) < least:
             raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {least}")
+    num_envs = args.num_envs if args.total_timesteps else 1
     with (
         Run(args) as run,
-        SubprocVecEnv(partial(make_env, args.env_id), args.num_envs, args.num_workers, run.env_seed) as envs,
+        SubprocVecEnv(partial(make_env, args.env_id), num_envs, args.num_workers, run.env_seed) as envs,
     ):
         device = run.device
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
@@ -476,14 +479,13 @@ def train(args: Args) -> dict:
         trajectory = Trajectory(args.num_steps, args.num_envs, obs_dim, act_dim, args.window, device)
         log_probs, values = torch.zeros((2, args.num_steps, args.num_envs), device=device)
         rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
-        ends = np.zeros((args.num_steps, args.num_envs), bool)  # where the next state is not the next row's
+        ends = np.zeros((args.num_steps, args.num_envs), bool)  # where the next row holds no next state
         running_return = torch.zeros(args.num_envs, device=device)
         next_obs, first = envs.reset(), np.ones(args.num_envs, bool)
-        num_iterations = args.total_timesteps // batch_size
 
-        for iteration in range(run.iteration + 1, num_iterations + 1):
+        for iteration in range(run.iteration + 1, run.num_iterations + 1):
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / num_iterations)
+                optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (iteration - 1) / run.num_iterations)
 
             # Collect. The policy and the observation statistics stay as they are until the update.
             rollout_start = time.perf_counter()
@@ -538,7 +540,7 @@ def train(args: Args) -> dict:
             scalars["losses/explained_variance"] = explained_variance.item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)
-            if args.eval_interval and iteration % args.eval_interval == 0 and iteration < num_iterations:
+            if args.eval_interval and iteration % args.eval_interval == 0 and iteration < run.num_iterations:
                 run.log({"eval/episodic_return": np.mean(evaluate(agent, args, device)[0])})
 
         return run.finish(*evaluate(agent, args, device, run.video_folder))
@@ -552,23 +554,26 @@ class EnvError(RuntimeError):
 
 
 def gym_make(env_id, evaluation=False, video_folder=None):
-    """gymnasium.make, with HumanoidBench's ids too; one line where that fails. Reports raw returns of full episodes.
+    """gymnasium.make for HumanoidBench's ids too, in silence, with one line where it fails; reports raw full episodes.
 
     In an evaluation an environment without a time limit of its own gets one of 27000 steps.
     """
     hint = ""
-    if ":" not in env_id and env_id not in gym.registry:
+    with redirect_stdout(io.StringIO()):
+        if ":" not in env_id and env_id not in gym.registry:
+            try:
+                import humanoid_bench.tasks  # importing it registers its ids
+
+                # Its render passes two arguments too many for this Gymnasium.
+                humanoid_bench.tasks.Task.render = lambda task: task._env.mujoco_renderer.render(task._env.render_mode)
+            except ImportError as error:
+                if env_id.startswith(("h1", "g1")):
+                    hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
         try:
-            with redirect_stdout(io.StringIO()):
-                import humanoid_bench  # noqa: F401 (importing it registers its ids)
-        except ImportError as error:
-            if env_id.startswith(("h1", "g1")):
-                hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
-    try:
-        with redirect_stdout(io.StringIO()):
+            # render_mode=None matters: HumanoidBench's default opens a GL context for each environment.
             env = gym.make(env_id, render_mode="rgb_array" if video_folder else None, disable_env_checker=True)
-    except (gym.error.Error, ImportError) as error:
-        raise SystemExit(f"--env-id {env_id}: {' '.join(str(error).split())}{hint}") from None
+        except (gym.error.Error, ImportError, OSError) as error:
+            raise SystemExit(f"--env-id {env_id}: {' '.join(str(error).split())}{hint}") from None
     if evaluation and env.spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, 27000)
     env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -577,16 +582,18 @@ def gym_make(env_id, evaluation=False, video_folder=None):
     return env
 
 
-def check_video(make_env):
-    """Exits with one line where frames can't be rendered: better now than after the training."""
+def check_video(env_id):
+    """Exits with one line where frames can't be rendered or encoded: better now than after the training."""
     try:
-        env = make_env()
-        env.reset()
-        env.close()
+        with tempfile.TemporaryDirectory() as folder:
+            env = gym_make(env_id, video_folder=folder)
+            env.reset()
+            env.close()
     except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise SystemExit(
-            f"--capture-video: {type(error).__name__}: {' '.join(str(error).split())[:200]}. Set MUJOCO_GL=egl (Debian's "
-            "libegl1, or a GPU driver's) or MUJOCO_GL=osmesa (Debian's libosmesa6) before starting"
+            f"--capture-video: {reason}. Set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or MUJOCO_GL=osmesa "
+            "(Debian's libosmesa6) before starting; moviepy encodes the frames"
         ) from None
 
 
@@ -601,6 +608,12 @@ def _worker(connection, make_env, seeds, first, shared):
     # End with the parent, even in the middle of a step: its sentinel is ready as soon as it is gone, however it went.
     sentinel = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
+    if sys.platform != "win32":
+        import resource
+
+        # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     torch.set_num_threads(1)
     view = argparse.Namespace(**_views(shared))
     envs, generators, first_seeds = [], [], {}
@@ -611,42 +624,40 @@ def _worker(connection, make_env, seeds, first, shared):
         np.random.seed(draw)
         view.obs[first + i] = envs[i].reset(seed=first_seeds.pop(i, None))[0]
 
-    i, doing = 0, "making it"
+    def step(i):
+        nonlocal doing
+        at = first + i
+        obs, view.rewards[at], view.terminated[at], view.truncated[at], info = envs[i].step(view.actions[at].copy())
+        episode = info.get("episode", {"r": 0.0, "l": 0})
+        view.episode_returns[at], view.episode_lengths[at] = episode["r"], episode["l"]
+        if view.terminated[at] or view.truncated[at]:
+            view.final_obs[at] = obs
+            doing = "reset"
+            reset(i)
+        else:
+            view.obs[at] = obs
+
+    i, doing = 0, "its constructor"
     try:
         for i, seed in enumerate(seeds):
             generators.append(np.random.default_rng(seed))
             first_seeds[i] = int(generators[i].integers(2**31))
             envs.append(make_env())
             envs[i].action_space.seed(int(generators[i].integers(2**31)))
-        connection.send_bytes(b"")
+        answer = b""
         while True:
-            try:
-                command = connection.recv_bytes()
-            except (EOFError, ConnectionError):
-                break  # the parent is done with these environments
-            for i, env in enumerate(envs):
-                if command == b"reset":
-                    doing = "reset"
-                    reset(i)
-                    continue
-                doing, at = "step", first + i
-                obs, view.rewards[at], view.terminated[at], view.truncated[at], info = env.step(view.actions[at].copy())
-                view.episode_lengths[at] = 0
-                if "episode" in info:
-                    view.episode_returns[at] = info["episode"]["r"]
-                    view.episode_lengths[at] = info["episode"]["l"]
-                if view.terminated[at] or view.truncated[at]:
-                    view.final_obs[at] = obs
-                    doing = "reset"
-                    reset(i)
-                else:
-                    view.obs[at] = obs
-            connection.send_bytes(b"")
-        for env in envs:
-            env.close()
+            connection.send_bytes(answer)
+            command = connection.recv_bytes()
+            for i in range(len(envs)):
+                doing = command.decode()
+                (reset if command == b"reset" else step)(i)
     except BaseException as error:
         message = f"{traceback.format_exc()}\nenvironment {first + i} raised {type(error).__name__} in {doing}: {error}"
-        connection.send_bytes(message.encode())
+        with suppress(OSError):  # the pipe is broken: the parent is done with these environments
+            connection.send_bytes(message.encode())
+    with suppress(Exception):
+        for env in envs:
+            env.close()
 
 
 class SubprocVecEnv:
@@ -665,39 +676,33 @@ class SubprocVecEnv:
         env = make_env()
         self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         env.close()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        slices = np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores))
-        self.slices = [(int(part[0]), int(part[-1])) for part in slices]
-        # forkserver: workers start from a process that has the imports and no threads. Not on Windows: spawn there.
+        # forkserver: workers start from a process that has the imports and no threads. Windows has only spawn.
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context = multiprocessing.get_context(method)
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
-        space = self.single_observation_space
-        obs_dtype = np.dtype(np.float32 if space.dtype == np.float64 else space.dtype)
-        fields = {
-            "obs": (obs_dtype, space.shape),
-            "final_obs": (obs_dtype, space.shape),
-            "actions": (self.single_action_space.dtype, self.single_action_space.shape),
-            "rewards": (np.dtype(np.float32), ()),
-            "terminated": (np.dtype(bool), ()),
-            "truncated": (np.dtype(bool), ()),
-            "episode_returns": (np.dtype(np.float64), ()),
-            "episode_lengths": (np.dtype(np.int64), ()),
-        }
+        space, action_space = self.single_observation_space, self.single_action_space
+        obs_dtype = np.float32 if space.dtype == np.float64 else space.dtype
+        arrays = {"obs": (obs_dtype, space.shape), "final_obs": (obs_dtype, space.shape)}
+        arrays |= {"actions": (action_space.dtype, action_space.shape), "rewards": (np.float32, ())}
+        arrays |= {"terminated": (bool, ()), "truncated": (bool, ())}
+        arrays |= {"episode_returns": (np.float64, ()), "episode_lengths": (np.int64, ())}
         shared = {}
-        for name, (dtype, shape) in fields.items():
-            size = num_envs * int(np.prod(shape)) * dtype.itemsize
-            shared[name] = context.RawArray("b", size), dtype, (num_envs, *shape)
+        for name, (dtype, shape) in arrays.items():
+            size = num_envs * int(np.prod(shape)) * np.dtype(dtype).itemsize
+            shared[name] = context.RawArray("b", size), np.dtype(dtype), (num_envs, *shape)
         vars(self).update(_views(shared))
         self.episodes = []
-        self.connections, self.processes = [], []
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.slices = np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores))
         seeds = np.random.SeedSequence(seed).spawn(num_envs)
+        self.connections, self.processes = [], []
+        self.close = weakref.finalize(self, _close, self.connections, self.processes)  # at exit too, if never called
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
         try:
-            for first, last in self.slices:
+            for part in self.slices:
                 connection, worker_end = context.Pipe()
-                arguments = (worker_end, make_env, seeds[first : last + 1], first, shared)
+                arguments = (worker_end, make_env, seeds[part[0] : part[-1] + 1], int(part[0]), shared)
                 process = context.Process(target=_worker, args=arguments, daemon=True)
                 process.start()
                 worker_end.close()
@@ -711,71 +716,63 @@ class SubprocVecEnv:
             self.close()
             raise
         finally:
-            os.environ.pop("OMP_NUM_THREADS")
-            if threads is not None:
-                os.environ["OMP_NUM_THREADS"] = threads
+            os.environ.pop("OMP_NUM_THREADS") if threads is None else os.environ.update(OMP_NUM_THREADS=threads)
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
-        self._send(b"reset")
-        self._receive()
+        self._command(b"reset")
         self.episodes = []
         self._check_finite("observation", self.obs)
         return self.obs
 
     def step(self, actions):
         self.actions[:] = actions
-        self._send(b"step")
-        self._receive()
+        self._command(b"step")
         ended = self.episode_lengths > 0
         self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))
         self._check_finite("reward", self.rewards)
         self._check_finite("observation", self.obs)
-        if ended.any():
+        if (self.terminated | self.truncated).any():
             self._check_finite("final observation", self.final_obs)
         return self.obs, self.rewards, self.terminated, self.truncated
 
-    def _send(self, command):
-        for worker, connection in enumerate(self.connections):
-            try:
+    def _command(self, command):
+        for connection in self.connections:
+            with suppress(ConnectionError):  # of a worker that died: noticed below
                 connection.send_bytes(command)
-            except ConnectionError:
-                self._died(worker)
+        self._receive()
 
     def _receive(self):
-        for worker, connection in enumerate(self.connections):
+        for part, connection, process in zip(self.slices, self.connections, self.processes):
             try:
                 message = connection.recv_bytes()
             except (EOFError, ConnectionError):
-                self._died(worker)
+                process.join(1)
+                code = process.exitcode
+                cause = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
+                raise EnvError(f"the process of environments {part[0]} to {part[-1]} {cause}") from None
             if message:
                 raise EnvError(message.decode())
 
-    def _died(self, worker):
-        self.processes[worker].join(1)
-        code = self.processes[worker].exitcode
-        cause = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
-        first, last = self.slices[worker]
-        raise EnvError(f"the process of environments {first} to {last} {cause}")
-
     def _check_finite(self, what, array):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            env = int(np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(1))[0])
+            env = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(1))[0]
             raise EnvError(f"environment {env} returned a {what} that is not finite")
-
-    def close(self):
-        for connection in self.connections:
-            connection.close()  # a worker that waits sees the end of its pipe
-        for process in self.processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
+
+
+def _close(connections, processes):
+    for connection in connections:
+        connection.close()  # a worker that waits sees the end of its pipe
+    for process in processes:
+        process.join(2)
+        if process.is_alive():
+            process.kill()
 
 
 _signal_received = None
@@ -794,27 +791,29 @@ def check_signals():
         raise SystemExit(128 + _signal_received)
 
 
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
 def check_args(args):
-    """Exits with one line where the sizes make no sense; returns the batch size."""
-    for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs"):
-        if getattr(args, name) < 1:
-            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least 1")
-    for name in ("num_workers", "checkpoint_interval", "eval_episodes", "eval_interval", "total_timesteps"):
-        if getattr(args, name) < 0:
-            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must not be negative")
+    """Exits with one line where the sizes make no sense."""
+    least = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
+    least |= dict.fromkeys(
+        ("num_workers", "checkpoint_interval", "eval_episodes", "eval_interval", "total_timesteps"), 0
+    )
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {value}")
     batch_size = args.num_envs * args.num_steps
     batch = f"a batch of {batch_size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
     if batch_size % args.num_minibatches or batch_size // args.num_minibatches < 2:
         raise SystemExit(f"--num-minibatches {args.num_minibatches}: must cut {batch} into equal parts of 2 or more")
     if args.total_timesteps == 0 and (args.resume is None or args.eval_episodes == 0):
         raise SystemExit("--total-timesteps 0 only evaluates: it needs --resume PATH and --eval-episodes of 1 or more")
+    if args.eval_interval and args.eval_episodes == 0:
+        raise SystemExit("--eval-interval needs --eval-episodes of 1 or more")
     if 0 < args.total_timesteps < batch_size:
         raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}")
-    return batch_size
-
-
-def flag(name):
-    return "--" + name.replace("_", "-")
 
 
 def compile_function(function, device):
@@ -859,58 +858,62 @@ def parse_args(Args):
     default = Args()
     if resume is not None:
         saved = read_checkpoint(resume)[0]["args"]
-        unknown = saved.keys() ^ {field.name for field in fields(Args)}
+        unknown = saved.keys() ^ vars(default).keys()
         if unknown:
             raise SystemExit(
-                f"--resume {resume}: of another version of this script, which differs in {sorted(unknown)}"
+                f"--resume {resume}: of another version of this script, whose flags differ: {sorted(unknown)}"
             )
         default = replace(Args(**saved), run_dir=None)
     return tyro.cli(Args, default=default)
 
 
+MAY_CHANGE = "total_timesteps num_workers cuda compile eval_episodes eval_interval capture_video track".split()
+MAY_CHANGE += "wandb_project_name wandb_entity checkpoint_interval run_dir resume".split()  # when a run is resumed
+
+
 class Run:
     """One run: its directory, curves, checkpoints and signals; as a context, what was reached is saved however it ends.
 
-    `begin` opens it, `step` counts a step of all environments, `end_iteration` logs, checks and saves, `finish` ends it.
+    `begin` opens it, `step` counts a step of all environments, `end_iteration` logs, checks and saves, `finish` ends
+    it. `iteration` and `global_step` say where it stands, `env_seed` what its environments are seeded with.
     """
-
-    MAY_CHANGE = ["total_timesteps", "num_workers", "cuda", "compile", "eval_episodes", "eval_interval"]
-    MAY_CHANGE += ["capture_video", "track", "wandb_project_name", "wandb_entity", "checkpoint_interval"]
-    MAY_CHANGE += ["run_dir", "resume"]
 
     def __init__(self, args):
         self.args = args
+        self.batch_size = args.num_envs * args.num_steps
+        self.num_iterations = args.total_timesteps // self.batch_size
         self.iteration = self.global_step = 0
         self.recent_returns = deque(maxlen=100)
         self.seconds = self.training_seconds = 0.0  # since the run's first start; in rollouts and updates alone
         self.started = time.perf_counter()
-        self.snapshot = self.writer = self.checkpoint = None
-        self.saved_iteration = -1
-        self.env_seed = args.seed
-        unix_time = int(time.time())
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{unix_time}".replace("/", "-").replace(":", "-")
-        self.directory = Path(args.run_dir or f"runs/{name}")
+        self.checkpoint = self.writer = self.snapshot = None
+        self.env_seed, self.saved_iteration = args.seed, 0
         if args.resume is not None:
-            self.checkpoint, self.file = read_checkpoint(args.resume)
-            if args.run_dir is not None and Path(args.run_dir).resolve() != self.file.parent.resolve():
-                raise SystemExit(f"--run-dir {args.run_dir}: a run goes on in its own directory, {self.file.parent}")
-            self.directory = self.file.parent
+            self.checkpoint, file = read_checkpoint(args.resume)
+            self.directory = file.parent
+            if args.run_dir is not None and Path(args.run_dir).resolve() != self.directory.resolve():
+                raise SystemExit(f"--run-dir {args.run_dir}: a run goes on in its own directory, {self.directory}")
             for key, value in self.checkpoint["args"].items():
-                if key not in self.MAY_CHANGE and getattr(args, key) != value:
-                    raise SystemExit(
-                        f"{flag(key)} {getattr(args, key)}: the run of --resume has {value}; it can't change"
-                    )
-            self.iteration, self.global_step = self.checkpoint["iteration"], self.checkpoint["global_step"]
-            self.seconds, self.training_seconds = self.checkpoint["seconds"], self.checkpoint["training_seconds"]
+                if key not in MAY_CHANGE and getattr(args, key) != value:
+                    raise SystemExit(f"{flag(key)} {getattr(args, key)}: can't change, the run of --resume has {value}")
+            for name in ("iteration", "global_step", "seconds", "training_seconds"):
+                setattr(self, name, self.checkpoint[name])
             self.recent_returns.extend(self.checkpoint["recent_returns"])
-            self.saved_iteration = self.iteration
-            self.env_seed = [args.seed, self.iteration]
-        elif any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt", "result.json")):
-            raise SystemExit(f"--run-dir {self.directory} holds a run already: go on with --resume {self.directory}")
+            self.saved_iteration, self.env_seed = self.iteration, [args.seed, self.iteration]
+            if 0 < args.total_timesteps < self.global_step:
+                raise SystemExit(f"--total-timesteps {args.total_timesteps}: the run has {self.global_step} already")
+        else:
+            name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(
+                ":", "-"
+            )
+            self.directory = Path(args.run_dir or f"runs/{name}")
+            if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt", "result.json")):
+                raise SystemExit(f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}")
         self.video_folder = str(self.directory / "videos") if args.capture_video else None
+        if args.capture_video:
+            check_video(args.env_id)
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        random.seed(args.seed)
         np.random.seed(args.seed)
         torch.manual_seed(args.seed)
 
@@ -923,20 +926,19 @@ class Run:
         return self
 
     def begin(self, envs, **parts):
-        """Loads the checkpoint of --resume into `parts` (name=module or optimizer), or opens a new directory."""
+        """Opens the directory, or loads the checkpoint of --resume, into `parts`: name=module or optimizer."""
         self.parts = parts
         spaces = (envs.single_observation_space, envs.single_action_space)
-        self.shapes = [[*space.shape, getattr(space, "n", 0)] for space in spaces]
+        self.shapes = [[*space.shape, int(getattr(space, "n", 0))] for space in spaces]
         if self.checkpoint is not None:
-            self._load()
+            self._load(self.checkpoint)
         if self.args.total_timesteps == 0:
             return
-        batch_size = self.args.num_envs * self.args.num_steps
-        if self.args.total_timesteps < self.global_step:
-            raise SystemExit(f"--total-timesteps {self.args.total_timesteps}: the run has {self.global_step} already")
-        if self.args.total_timesteps % batch_size:
-            left = self.args.total_timesteps % batch_size
-            print(f"the last {left} of {self.args.total_timesteps} steps are left out: an iteration takes {batch_size}")
+        if self.args.total_timesteps % self.batch_size:
+            left = self.args.total_timesteps % self.batch_size
+            print(
+                f"the last {left} of {self.args.total_timesteps} steps are left out: an iteration is {self.batch_size}"
+            )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "args.json").write_text(json.dumps(vars(self.args), indent=2) + "\n")
@@ -947,58 +949,47 @@ class Run:
                 import wandb
             except ImportError:
                 raise SystemExit("--track needs Weights & Biases: pip install wandb") from None
-            project, entity = self.args.wandb_project_name, self.args.wandb_entity
-            name, config = self.directory.name, vars(self.args)
-            wandb.init(project=project, entity=entity, name=name, config=config, sync_tensorboard=True)
-        self.writer = SummaryWriter(self.directory, purge_step=self.global_step or None)
+            wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                name=self.directory.name,
+                config=vars(self.args),
+                sync_tensorboard=True,
+            )
+        # What an earlier start logged after the checkpoint is dropped.
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if self.checkpoint else None)
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         self._take_snapshot()
 
-    def _load(self):
-        if self.checkpoint["shapes"] != self.shapes:
-            shapes = f"{self.checkpoint['shapes']}, not {self.shapes}"
-            raise SystemExit(
-                f"--resume {self.args.resume}: trained on observations and actions of other shapes: {shapes}"
-            )
-        if "rng" not in self.checkpoint and self.args.total_timesteps != 0:
+    def _load(self, checkpoint):
+        if checkpoint["shapes"] != self.shapes:
+            shapes = f"{checkpoint['shapes']}, not {self.shapes}"
+            raise SystemExit(f"--resume {self.args.resume}: trained with observations and actions of shapes {shapes}")
+        if "rng" not in checkpoint and self.args.total_timesteps > 0:
             raise SystemExit(
                 f"--resume {self.args.resume}: a policy without optimizer and random states can only be evaluated "
                 "(--total-timesteps 0); training goes on from checkpoint.pt"
             )
         for name, part in self.parts.items():
-            if name in self.checkpoint:
-                part.load_state_dict(self.checkpoint[name])
-        if "rng" in self.checkpoint:
-            rng = self.checkpoint["rng"]
-            random.setstate(tuple(tuple(x) if isinstance(x, list) else x for x in rng["python"]))
-            np.random.set_state(tuple(rng["numpy"]))
-            torch.set_rng_state(rng["torch"])
-            if rng["cuda"] and self.device.type == "cuda":
-                torch.cuda.set_rng_state(rng["cuda"][0])
+            if name in checkpoint:
+                part.load_state_dict(checkpoint[name])
+        if "rng" in checkpoint:
+            np.random.set_state(tuple(checkpoint["rng"]["numpy"]))
+            torch.set_rng_state(checkpoint["rng"]["torch"])
+            if self.device.type == "cuda" and checkpoint["rng"]["cuda"] is not None:
+                torch.cuda.set_rng_state(checkpoint["rng"]["cuda"])
 
     def _take_snapshot(self):
-        """Copies the state after a whole iteration: what is saved when a later one is cut short."""
+        """Copies the state after a whole iteration: what is saved, even when the next one is cut short."""
         algorithm, keys, *rest = np.random.get_state()
-        python = [list(x) if isinstance(x, tuple) else x for x in random.getstate()]
-        cuda = [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
-        state = {
-            "script": Path(__file__).stem,
-            "args": vars(self.args),
-            "shapes": self.shapes,
-            **{name: part.state_dict() for name, part in self.parts.items()},
-            "rng": {
-                "python": python,
-                "numpy": [algorithm, keys.tolist(), *rest],
-                "torch": torch.get_rng_state(),
-                "cuda": cuda,
-            },
-            "global_step": self.global_step,
-            "iteration": self.iteration,
-            "recent_returns": list(self.recent_returns),
-            "seconds": self.seconds + time.perf_counter() - self.started,
-            "training_seconds": self.training_seconds,
-        }
+        cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        state = {"script": Path(__file__).stem, "args": vars(self.args), "shapes": self.shapes}
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        state["rng"] = {"numpy": [algorithm, keys.tolist(), *rest], "torch": torch.get_rng_state(), "cuda": cuda}
+        state |= {"global_step": self.global_step, "iteration": self.iteration}
+        state |= {"seconds": self.seconds + time.perf_counter() - self.started}
+        state |= {"training_seconds": self.training_seconds, "recent_returns": list(self.recent_returns)}
         self.snapshot = copy.deepcopy(state)
 
     def _save(self):
@@ -1028,43 +1019,35 @@ class Run:
     def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
         """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
         seconds = rollout_seconds + update_seconds
-        steps_per_second = self.args.num_envs * self.args.num_steps / seconds
-        scalars |= {"time/rollout": rollout_seconds, "time/update": update_seconds, "charts/SPS": steps_per_second}
-        self.log(scalars)
-        parameters = [p for part in self.parts.values() if isinstance(part, nn.Module) for p in part.parameters()]
-        losses = [scalars[name] for name in ("losses/policy_loss", "losses/value_loss")]
-        if not (np.isfinite(losses).all() and all(torch.stack([p.detach().isfinite().all() for p in parameters]))):
+        speed = self.batch_size / seconds
+        self.log(scalars | {"time/rollout": rollout_seconds, "time/update": update_seconds, "charts/SPS": speed})
+        tensors = [p.detach() for part in self.parts.values() if isinstance(part, nn.Module) for p in part.parameters()]
+        tensors.append(torch.tensor([value for name, value in scalars.items() if name.endswith("_loss")]))
+        if not all(tensor.isfinite().all() for tensor in tensors):
             self._write_result("diverged", [])
             raise SystemExit(
                 f"diverged at step {self.global_step}: a loss or parameter is not finite. The last good state is in "
-                f"{self.directory}/checkpoint.pt; a lower --learning-rate may help"
+                f"{self.directory / 'checkpoint.pt'}; a lower --learning-rate may help"
             )
         self.iteration = iteration
         self.training_seconds += seconds
         self._take_snapshot()
-        num_iterations = self.args.total_timesteps // (self.args.num_envs * self.args.num_steps)
-        interval = self.args.checkpoint_interval
-        if iteration == num_iterations or (interval and iteration % interval == 0):
+        last, interval = iteration == self.num_iterations, self.args.checkpoint_interval
+        if last or (interval and iteration % interval == 0):
             self._save()
-        self._print_progress(steps_per_second, (num_iterations - iteration) * seconds)
-
-    def _print_progress(self, steps_per_second, seconds_left):
-        total = self.args.total_timesteps
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
-        minutes, seconds = divmod(int(seconds_left), 60)
-        line = f"step {self.global_step}/{total}  {steps_per_second:.0f} steps/s  return {mean}  {minutes}m{seconds:02d}s left"
+        left = int((self.num_iterations - iteration) * seconds)
+        line = f"step {self.global_step}/{self.args.total_timesteps}  {speed:.0f} steps/s  return {mean}  "
+        line += f"{left // 3600}h{left // 60 % 60:02d}m{left % 60:02d}s left"
         if sys.stdout.isatty():
-            filled = 20 * self.global_step // total
-            last = self.global_step + self.args.num_envs * self.args.num_steps > total
-            print(f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {line}", end="\n" if last else "", flush=True)
-        else:
-            print(line, flush=True)
+            filled = 20 * iteration // self.num_iterations
+            line = f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {line}"
+        print(line, end="" if sys.stdout.isatty() and not last else "\n", flush=True)
 
     def _write_result(self, status, eval_returns):
-        directory = Path(__file__).resolve().parent
-        git = ["git", "-C", str(directory), "rev-parse", "HEAD"]
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+        packages = [name for name in ("torch", "numpy", "gymnasium", "mujoco") if name in sys.modules]
         result = {
             "status": status,
             "env_id": self.args.env_id,
@@ -1074,52 +1057,44 @@ class Run:
             "global_step": self.global_step,
             "iterations": self.iteration,
             "mean_return_last_100": float(np.mean(self.recent_returns)) if self.recent_returns else None,
-            "eval_returns": list(eval_returns),
+            "eval_returns": eval_returns,
             "wall_seconds": self.seconds + time.perf_counter() - self.started,
-            "steps_per_second": self.global_step / max(self.training_seconds, 1e-9),
-            "versions": {"python": platform.python_version(), **versions},
+            "steps_per_second": self.iteration * self.batch_size / max(self.training_seconds, 1e-9),
+            "versions": {"python": platform.python_version(), **{x: sys.modules[x].__version__ for x in packages}},
             "commit": commit or None,
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else platform.processor() or "cpu",
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
         }
         (self.directory / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         return result
 
-    def finish(self, eval_returns=(), eval_lengths=()):
+    def finish(self, returns, lengths):
         """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
-        if eval_returns:
-            self.log({"eval/episodic_return": np.mean(eval_returns)})
-        optimizers = [name for name, part in self.parts.items() if isinstance(part, torch.optim.Optimizer)]
-        policy = {name: value for name, value in self.snapshot.items() if name not in [*optimizers, "rng"]}
+        if returns:
+            self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+            print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
+        left_out = {name for name, part in self.parts.items() if isinstance(part, torch.optim.Optimizer)} | {"rng"}
+        policy = {name: value for name, value in self.snapshot.items() if name not in left_out}
         self._write(policy, self.directory / "policy.pt")
-        result = self._write_result("finished", eval_returns)
-        if eval_returns:
-            print(f"evaluation: mean return {np.mean(eval_returns):.1f} of {len(eval_returns)} episodes")
         print(f"finished: {self.directory}")
-        return result
+        return self._write_result("finished", returns)
 
     def evaluated(self, returns, lengths):
-        """Writes eval.json beside the checkpoint that --total-timesteps 0 has evaluated."""
-        result = {
-            "returns": returns,
-            "lengths": lengths,
-            "mean": float(np.mean(returns)),
-            "global_step": self.global_step,
-        }
+        """Writes eval.json beside the checkpoint that --total-timesteps 0 has evaluated; returns what it holds."""
+        mean = float(np.mean(returns))
+        result = {"returns": returns, "lengths": lengths, "mean": mean, "global_step": self.global_step}
         (self.directory / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
-        print(f"evaluation: mean return {result['mean']:.1f} of {len(returns)} episodes")
+        print(f"evaluation: mean return {mean:.1f} of {len(returns)} episodes")
         return result
 
     def __exit__(self, _, error, __):
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if self.writer is not None:
-            if self.snapshot["iteration"] > self.saved_iteration and self.snapshot["iteration"] > 0:
+            if self.snapshot["iteration"] > self.saved_iteration:
                 self._save()
             self.writer.close()
-        if error is None:
-            return
-        where = f"go on with --resume {self.directory}" if self.saved_iteration > 0 else "nothing was saved yet"
-        if _signal_received is not None:
+        where = f"go on with --resume {self.directory}" if self.saved_iteration else "no iteration was finished"
+        if error is not None and _signal_received is not None:
             print(f"\nstopped by {signal.Signals(_signal_received).name}; {where}", file=sys.stderr)
             raise SystemExit(128 + _signal_received) from None
         if isinstance(error, EnvError):
