@@ -1,0 +1,233 @@
+"""The base's equations against closed forms and slow references."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo_mlp_gaussian as ppo
+
+OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (5,))
+ACTIONS = gym.spaces.Box(np.array([-1.0, -2.0, 0.0], np.float32), np.array([1.0, 2.0, 4.0], np.float32))
+
+
+def agent(**flags):
+    torch.manual_seed(0)
+    return ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(**flags))
+
+
+def slow_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+    """The definition: a sum of discounted temporal differences up to the end of the episode or rollout."""
+    advantages = np.zeros_like(rewards)
+    for env in range(rewards.shape[1]):
+        for start in range(len(rewards)):
+            for t in range(start, len(rewards)):
+                target = rewards[t, env] + gamma * (0.0 if terminated[t, env] else next_values[t, env])
+                advantages[start, env] += (gamma * gae_lambda) ** (t - start) * (target - values[t, env])
+                if done[t, env]:
+                    break
+    return advantages
+
+
+def test_gae_equals_its_definition():
+    rng = np.random.default_rng(0)
+    rewards, values, next_values = rng.normal(size=(3, 40, 3))
+    terminated = rng.random((40, 3)) < 0.1
+    done = terminated | (rng.random((40, 3)) < 0.1)
+    inputs = [torch.tensor(x, dtype=torch.float32) for x in (rewards, values, next_values, terminated, done)]
+    for gamma, gae_lambda in ((0.99, 0.95), (0.9, 0.0), (1.0, 1.0)):
+        expected = slow_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda)
+        np.testing.assert_allclose(ppo.compute_gae(*inputs, gamma, gae_lambda), expected, atol=2e-5)
+
+
+def test_a_time_limit_bootstraps_and_a_terminal_state_does_not():
+    one, zero = torch.ones(1, 1), torch.zeros(1, 1)
+    value = torch.full((1, 1), 10.0)
+    cut = ppo.compute_gae(one, zero, value, terminated=zero, done=one, gamma=0.9, gae_lambda=0.95)
+    dead = ppo.compute_gae(one, zero, value, terminated=one, done=one, gamma=0.9, gae_lambda=0.95)
+    assert cut.item() == pytest.approx(1 + 0.9 * 10) and dead.item() == 1
+
+
+def test_no_advantage_flows_across_an_episode_boundary():
+    rewards = torch.tensor([[0.0], [0.0], [100.0]])
+    done = torch.tensor([[0.0], [1.0], [0.0]])
+    advantages = ppo.compute_gae(rewards, rewards * 0, rewards * 0, rewards * 0, done, 0.99, 0.95)
+    assert advantages[:2].abs().max() == 0 and advantages[2] == 100
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, value, gradient",
+    [  # the six rows of the clipping table, epsilon 0.2: what min returns, and its derivative by the ratio
+        (1.1, 2.0, 2.2, 2.0),
+        (0.9, -2.0, -1.8, -2.0),
+        (0.5, 2.0, 1.0, 2.0),
+        (0.5, -2.0, -1.6, 0.0),
+        (1.5, 2.0, 2.4, 0.0),
+        (1.5, -2.0, -3.0, -2.0),
+    ],
+)
+def test_clipping_table(ratio, advantage, value, gradient):
+    ratio = torch.tensor(ratio, requires_grad=True)
+    objective = -ppo.clipped_policy_loss(ratio, torch.tensor(advantage), 0.2)
+    objective.backward()
+    assert objective.item() == pytest.approx(value)
+    assert ratio.grad.item() == pytest.approx(gradient)
+
+
+def test_clipped_value_loss():
+    new, old, returns = torch.tensor([0.5, 0.1, -0.5]), torch.zeros(3), torch.tensor([1.0, 1.0, 1.0])
+    # change cut to 0.2: error 0.8; change 0.1 kept: 0.9; the larger of 1.5 and 1.2
+    torch.testing.assert_close(ppo.clipped_value_loss(new, old, returns, 0.2), torch.tensor([0.64, 0.81, 2.25]))
+    torch.testing.assert_close(ppo.clipped_value_loss(new, old, returns, None), torch.tensor([0.25, 0.81, 2.25]))
+
+
+def test_log_prob_and_entropy_equal_torch_distributions():
+    policy = agent()
+    with torch.no_grad():
+        policy.log_std.copy_(torch.tensor([-1.0, 0.0, 0.7]))
+    mean, actions = torch.randn(50, 3), torch.randn(50, 3)
+    normal = torch.distributions.Normal(mean, policy.log_std.exp().expand(50, 3))
+    torch.testing.assert_close(policy.log_prob(mean, actions), normal.log_prob(actions).sum(-1))
+    torch.testing.assert_close(policy.entropy(), normal.entropy()[0].sum())
+
+
+def test_samples_have_the_mean_and_std_that_are_scored():
+    policy = agent()
+    with torch.no_grad():
+        policy.log_std.copy_(torch.tensor([-1.0, 0.0, 0.7]))
+        obs = torch.randn(1, 5)
+        actions = policy.sample(obs.expand(40000, 5))
+        torch.testing.assert_close(actions.mean(0), policy.get_mean(obs)[0], atol=0.05, rtol=0)
+        torch.testing.assert_close(actions.std(0), policy.log_std.exp(), atol=0.05, rtol=0)
+
+
+def test_networks_start_as_the_37_details_say():
+    policy = agent()
+    for layer in (policy.actor[0], policy.actor[2], policy.critic[0], policy.critic[2]):
+        weight = layer.weight if layer.weight.shape[0] < layer.weight.shape[1] else layer.weight.T
+        torch.testing.assert_close(weight @ weight.T, 2 * torch.eye(len(weight)), atol=1e-5, rtol=0)
+    for network, scale in ((policy.actor, 0.01), (policy.critic, 1.0)):
+        rows = network[4].weight
+        torch.testing.assert_close(rows @ rows.T, scale**2 * torch.eye(len(rows)), atol=1e-5, rtol=0)
+    assert all(p.abs().max() == 0 for name, p in policy.named_parameters() if name.endswith("bias"))
+    assert policy.log_std.abs().max() == 0
+
+
+def test_fixed_std_is_a_fraction_of_the_action_range():
+    torch.testing.assert_close(agent(fixed_std=0.05).log_std.exp(), torch.tensor([0.1, 0.2, 0.2]))
+    fixed = agent(fixed_std=0.05, scale_actions=True)
+    torch.testing.assert_close(fixed.log_std.exp(), torch.full((3,), 0.1))
+    assert "log_std" not in dict(fixed.named_parameters()) and "log_std" in fixed.state_dict()
+
+
+def test_actions_reach_the_environment_clipped_or_scaled():
+    actions = torch.tensor([[-3.0, 0.5, 1.0]])
+    torch.testing.assert_close(agent().to_env(actions), torch.tensor([[-1.0, 0.5, 1.0]]))
+    torch.testing.assert_close(agent(scale_actions=True).to_env(actions), torch.tensor([[-1.0, 1.0, 4.0]]))
+
+
+def test_final_tanh_bounds_the_mean():
+    policy = agent(final_tanh=True)
+    with torch.no_grad():
+        policy.actor[4].bias.fill_(50.0)
+    torch.testing.assert_close(policy.get_mean(torch.zeros(1, 5)), torch.ones(1, 3))
+
+
+def test_running_norm_equals_one_pass_over_everything():
+    x = torch.randn(1000, 4) * torch.tensor([1.0, 10.0, 0.1, 3.0]) + torch.tensor([0.0, 1000.0, 5.0, -3.0])
+    norm = ppo.RunningNorm(4)
+    torch.testing.assert_close(norm(x), x.clamp(-10, 10))  # mean 0 and variance 1 until the first update
+    for batch in (x[:1], x[1:300].reshape(13, 23, 4), x[300:]):
+        norm.update(batch)
+    torch.testing.assert_close(norm.mean, x.double().mean(0))
+    torch.testing.assert_close(norm.var, x.double().var(0, correction=0))
+    assert norm.count == 1000
+    expected = (x.double() - norm.mean) / norm.var.sqrt()
+    torch.testing.assert_close(norm(x), expected.clamp(-10, 10).float())
+    assert norm(x * 1e6).abs().max() == 10
+
+
+def test_discounted_returns_restart_with_each_episode():
+    rewards, done = torch.tensor([[1.0], [1.0], [1.0], [1.0]]), torch.tensor([[0.0], [1.0], [0.0], [0.0]])
+    running = torch.tensor([2.0])
+    returns = ppo.discounted_returns(rewards, done, running, 0.5)
+    assert returns[:, 0].tolist() == [2.0, 2.0, 1.0, 1.5] and running.item() == 1.5
+
+
+@pytest.mark.parametrize("flags", [{}, {"fixed_std": 0.1, "scale_actions": True, "final_tanh": True}])
+def test_first_minibatch_has_ratio_one_in_training(flags, monkeypatch, tmp_path):
+    ratios = []
+    gradient = ppo.minibatch_gradient
+
+    def spy(*inputs):
+        log_ratio, losses = gradient(*inputs)
+        ratios.append(log_ratio.exp())
+        return log_ratio, losses
+
+    monkeypatch.setattr(ppo, "minibatch_gradient", spy)
+    args = ppo.Args(
+        env_id="Hopper-v5", total_timesteps=512, num_envs=2, num_steps=128, num_minibatches=4, update_epochs=2,
+        num_workers=1, eval_episodes=0, run_dir=str(tmp_path / "run"), **flags,
+    )  # fmt: skip
+    ppo.train(args)
+    per_iteration = 4 * 2
+    assert len(ratios) == 2 * per_iteration
+    for first in (ratios[0], ratios[per_iteration]):  # the second iteration has observation statistics
+        torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
+    assert (ratios[per_iteration - 1] - 1).abs().max() > 1e-4
+
+
+def test_target_kl_stops_after_an_epoch():
+    flags = dict(num_envs=1, num_steps=64, num_minibatches=4, update_epochs=5, learning_rate=1e-2)
+    batch = (torch.randn(64, 5), torch.randn(64, 3), torch.zeros(64), *torch.randn(3, 64))
+    steps = {}
+    for target_kl in (None, 1e-9):
+        args = ppo.Args(target_kl=target_kl, **flags)
+        policy, calls = agent(), []
+        optimizer = torch.optim.Adam(policy.parameters(), lr=args.learning_rate)
+
+        def gradient(*inputs, calls=calls):
+            calls.append(0)
+            return ppo.minibatch_gradient(*inputs)
+
+        ppo.update(policy, optimizer, gradient, args, batch)
+        steps[target_kl] = len(calls)
+    assert steps == {None: 20, 1e-9: 4}
+
+
+def test_logged_losses_are_means_over_the_update():
+    args = ppo.Args(num_envs=1, num_steps=64, num_minibatches=4, update_epochs=3)
+    policy, seen = agent(), []
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+
+    def gradient(*inputs):
+        seen.append(ppo.minibatch_gradient(*inputs))
+        return seen[-1]
+
+    batch = (torch.randn(64, 5), torch.randn(64, 3), torch.randn(64) - 5, *torch.randn(3, 64))
+    scalars = ppo.update(policy, optimizer, gradient, args, batch)
+    log_ratio, losses = torch.cat([x[0] for x in seen]), torch.stack([x[1] for x in seen])
+    assert scalars["losses/policy_loss"] == pytest.approx(losses[:, 0].mean().item(), rel=1e-5)
+    assert scalars["losses/value_loss"] == pytest.approx(losses[:, 1].mean().item(), rel=1e-5)
+    assert scalars["losses/old_approx_kl"] == pytest.approx(-log_ratio.mean().item(), rel=1e-5)
+    assert scalars["losses/approx_kl"] == pytest.approx((log_ratio.exp() - 1 - log_ratio).mean().item(), rel=1e-4)
+
+
+def test_critic_learning_rate_moves_the_critic_alone(monkeypatch, tmp_path):
+    args = ppo.Args(
+        env_id="Pendulum-v1", total_timesteps=256, num_envs=2, num_steps=128, num_minibatches=2, update_epochs=1,
+        num_workers=1, eval_episodes=0, learning_rate=1e-30, critic_learning_rate=1e-2, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    before = {}
+    begin = ppo.Run.begin
+
+    def spy(run, envs, **parts):
+        before.update({name: tensor.clone() for name, tensor in parts["model"].state_dict().items()})
+        return begin(run, envs, **parts)
+
+    monkeypatch.setattr(ppo.Run, "begin", spy)
+    ppo.train(args)
+    after = torch.load(tmp_path / "run" / "policy.pt", weights_only=True)["model"]
+    moved = {name: (after[name] - before[name]).abs().max() for name in before}
+    assert all(moved[name] < 1e-20 for name in moved if name.startswith(("actor", "log_std")))
+    assert all(moved[name] > 1e-3 for name in moved if name.startswith("critic"))
