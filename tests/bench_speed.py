@@ -1,0 +1,349 @@
+"""Speed against peers and against the limit: prints a Markdown table of ratios, all measured in one run.
+
+    python tests/bench_speed.py                              # what needs no peers
+    python tests/bench_speed.py --only base --sb3-python sb3/bin/python --cleanrl-python cleanrl/bin/python \
+        --cleanrl PATH/ppo_continuous_action.py
+
+Run it on a machine that does nothing else. The contenders take turns (A B A B ...) for `--rounds` rounds; the table
+gives the medians of the speeds, and the median, minimum and maximum of the rounds' ratios.
+
+The peers live in environments of their own:
+
+    python -m venv sb3      &&  sb3/bin/pip install torch==2.13.0 stable-baselines3 "gymnasium[mujoco]" mujoco==3.1.6
+    python -m venv cleanrl  &&  cleanrl/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==3.1.6 imageio tyro \
+        tensorboard
+    git clone https://github.com/vwxyzjn/cleanrl
+
+CleanRL's script needs Gymnasium 0.29 (a wrapper's signature has changed since), which has HalfCheetah-v4, not v5: the
+same model and the same 17 observations. Only the standard library is imported at the top, so that a peer's
+interpreter can run this file too.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from importlib import import_module, util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+NUM_ENVS = 32  # in `vecenv` and `flagship`
+SHARED_BATCH = "--num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10"  # `base`: 2048 steps, 64 at once
+
+
+class PeerError(RuntimeError):
+    """A contender gave no result."""
+
+
+def compare(rounds, contenders):
+    """{name: function -> steps/s} -> {name: [steps/s of each round]}; the contenders take turns."""
+    speeds = {name: [] for name in contenders}
+    for i in range(rounds):
+        for name, measure in contenders.items():
+            speeds[name].append(measure())
+            print(f"round {i + 1}/{rounds}  {name}: {speeds[name][-1]:.0f} steps/s", file=sys.stderr, flush=True)
+    return speeds
+
+
+def table(speeds, rows):
+    """Prints the rows (ours, peer or None, goal or None)."""
+    print("| ours | steps/s | against | steps/s | ratio (min-max) | goal |\n|-|-|-|-|-|-|")
+    for ours, peer, goal in rows:
+        cells = [ours, f"{statistics.median(speeds[ours]):.0f}"]
+        if peer is not None:
+            ratios = [a / b for a, b in zip(speeds[ours], speeds[peer])]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+            cells += [peer, f"{statistics.median(speeds[peer]):.0f}", spread]
+        cells += [""] * (5 - len(cells))
+        print(f"| {' | '.join(cells)} | {f'>= {goal}' if goal else ''} |", flush=True)
+    print()
+
+
+def machine(args):
+    import torch
+
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":")[1].strip() if names else model
+    print(f"{model}, {CORES} cores; {platform.system()}, load {os.getloadavg()[0]:.1f}; {args.rounds} rounds\n")
+    show = "import sys, torch; from importlib.metadata import version as v; " + (
+        "print(sys.version.split()[0], *(f'{p} {v(p)}' for p in sys.argv[1:]), f'threads {torch.get_num_threads()}')"
+    )
+    packages = ["torch", "numpy", "gymnasium", "mujoco"]
+    peers = {"ours": sys.executable, "SB3": args.sb3_python, "CleanRL": args.cleanrl and args.cleanrl_python}
+    for name, python in peers.items():
+        if python and ("base" in args.only or name == "ours"):
+            names = packages + ["stable-baselines3"] * (name == "SB3")
+            shown = subprocess.run([python, "-c", show, *names], capture_output=True, text=True)
+            print(f"- {name}: Python {shown.stdout.strip() or shown.stderr.strip().splitlines()[-1]}")
+    print(f"- GPU: {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'}\n", flush=True)
+
+
+# Environments
+
+
+def load(script):
+    """One of the scripts as a module, in this process and in those it starts."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return import_module(script)
+
+
+def draw_actions(space, steps, num_envs, concentration, seed):
+    """[steps, num_envs, act_dim] from Beta(c, c) on the bounds: 1 is uniform, 61 what the flagship starts with."""
+    import numpy as np
+
+    x = np.random.default_rng(seed).beta(concentration, concentration, (steps, num_envs, *space.shape))
+    return (space.low + x * (space.high - space.low)).astype(space.dtype)
+
+
+def bare_worker(script, env_id, num_envs, warmup, steps, concentration, seed, barrier, results):
+    envs = [load(script).make_env(env_id) for _ in range(num_envs)]
+    actions = draw_actions(envs[0].action_space, warmup + steps, num_envs, concentration, seed)
+    for i, env in enumerate(envs):
+        env.reset(seed=1000 * seed + i)
+    for step in range(warmup + steps):
+        if step == warmup:
+            barrier.wait(300)  # not for ever: another worker may have failed
+            start = time.perf_counter()
+        for env, action in zip(envs, actions[step]):
+            _, _, terminated, truncated, _ = env.step(action)
+            if terminated or truncated:
+                env.reset()
+    results.put(num_envs * steps / (time.perf_counter() - start))
+
+
+def bare(script, env_id, warmup, steps, concentration):
+    """The limit: bare loops over the same wrapped environments, one process a core at the same time, summed."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(CORES), context.SimpleQueue()
+    shares = [NUM_ENVS // CORES + (i < NUM_ENVS % CORES) for i in range(CORES)]
+    workers = []
+    for seed, num_envs in enumerate(shares):
+        arguments = (script, env_id, num_envs, warmup, steps, concentration, seed, barrier, results)
+        workers.append(context.Process(target=bare_worker, args=arguments, daemon=True))
+        workers[-1].start()
+    for worker in workers:
+        worker.join()
+        if worker.exitcode:
+            raise PeerError(f"bare stepping of {env_id} failed")
+    return sum(results.get() for _ in workers)
+
+
+def vecenv(args):
+    """SubprocVecEnv against AsyncVectorEnv and bare loops: HalfCheetah-v5, uniformly random actions."""
+    import gymnasium as gym
+
+    base, warmup, steps = load("ppo_mlp_gaussian"), 50, args.steps
+    make_env = partial(base.make_env, "HalfCheetah-v5")
+    peer = gym.vector.AsyncVectorEnv([make_env] * NUM_ENVS)  # its default settings, shared memory among them
+    with base.SubprocVecEnv(make_env, NUM_ENVS, 0, 1) as ours:
+        actions = draw_actions(ours.single_action_space, warmup + steps, NUM_ENVS, 1, 0)
+
+        def measure(envs):
+            envs.reset()
+            for step in range(warmup + steps):
+                if step == warmup:
+                    start = time.perf_counter()
+                envs.step(actions[step])
+            return NUM_ENVS * steps / (time.perf_counter() - start)
+
+        names = (f"SubprocVecEnv, {len(ours.slices)} workers", "AsyncVectorEnv", f"bare loops, {CORES} processes")
+        limit = partial(bare, "ppo_mlp_gaussian", "HalfCheetah-v5", warmup, steps, 1)
+        speeds = compare(args.rounds, dict(zip(names, (partial(measure, ours), partial(measure, peer), limit))))
+    peer.close()
+    print(f"## vecenv: {NUM_ENVS} HalfCheetah-v5, {steps} steps each and their resets, random actions\n")
+    table(speeds, [(names[0], names[1], 4), (names[0], names[2], 0.9)])
+
+
+# Whole trainings
+
+
+def train(command, mark, batch_size, seconds=None, **environment):
+    """Steps/s of a training process, everything included, from the end of its first iteration on.
+
+    It prints a line with `mark` at the end of each iteration. After `seconds` it is stopped; without, it ends itself.
+    """
+    times, tail = [], []
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [*map(str, command)], stdout=-1, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment
+        )
+        for line in process.stdout:
+            tail = tail[-9:] + [line]
+            if mark in line:
+                times.append(time.perf_counter())
+                if seconds is not None and len(times) > 1 and times[-1] - times[0] >= seconds:
+                    break
+        process.terminate()
+        process.communicate()
+    if len(times) < 2:
+        raise PeerError(f"no result from {' '.join(map(str, command))}:\n{''.join(tail)}")
+    return batch_size * (len(times) - 1) / (times[-1] - times[0])
+
+
+def run_script(script, flags, batch_size, seconds=None, shares=None):
+    """Steps/s of one of our scripts; the rollout's steps/s and share of the time are appended to `shares`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / f"{script}.py", "--eval-episodes", 0, "--run-dir", f"{folder}/run"]
+        speed = train([*command, *flags.split()], " steps/s", batch_size, seconds)
+        if shares is not None:
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+            events = EventAccumulator(f"{folder}/run")
+            events.Reload()
+            rollout, update = (
+                sum(x.value for x in events.Scalars(f"time/{name}")[1:]) for name in ("rollout", "update")
+            )
+            iterations = len(events.Scalars("time/rollout")) - 1
+            shares.append((batch_size * iterations / rollout, rollout / (rollout + update)))
+    return speed
+
+
+def run_sb3(vec_env):
+    """Executed by the peer's interpreter: Stable-Baselines3's PPO, prints a line at the end of each iteration."""
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
+
+    class Mark(BaseCallback):
+        def _on_rollout_start(self):
+            if self.num_timesteps:
+                print("iteration", self.num_timesteps, flush=True)
+
+        def _on_step(self):
+            return True
+
+    torch.set_num_threads(1)
+    kind = {"SubprocVecEnv": SubprocVecEnv, "DummyVecEnv": DummyVecEnv}[vec_env]
+    envs = VecNormalize(make_vec_env("HalfCheetah-v5", 8, vec_env_cls=kind))
+    model = PPO("MlpPolicy", envs, n_steps=256, batch_size=64, n_epochs=10, device="cpu")
+    model.learn(100_000_000, callback=Mark())
+
+
+def base(args):
+    """Whole training of the base against Stable-Baselines3 and CleanRL: HalfCheetah-v5, 2048 / 32 / 10."""
+    ours, contenders, rows = ("base, eager", "base, --compile"), {}, []
+    for name, flag in zip(ours, ("", "--compile")):
+        flags = f"{SHARED_BATCH} --total-timesteps 100000000 --no-cuda {flag}"
+        contenders[name] = partial(run_script, "ppo_mlp_gaussian", flags, 2048, args.seconds)
+    if args.sb3_python:
+        for vec_env in ("SubprocVecEnv", "DummyVecEnv"):
+            name = f"SB3 PPO, 8 in {vec_env}, VecNormalize, 1 thread"
+            command = [args.sb3_python, __file__, "--run-sb3", vec_env]
+            contenders[name] = partial(train, command, "iteration", 2048, args.seconds)
+            rows += [(ours[0], name, 2), (ours[1], name, 3)]
+    else:
+        print("SB3 is left out: --sb3-python was not given\n")
+    if args.cleanrl:
+        command = [args.cleanrl_python, Path(args.cleanrl).resolve(), "--env-id", args.cleanrl_env_id, "--no-cuda"]
+        command += ["--total-timesteps", 100000000]
+        for name, environment in ("CleanRL", {}), ("CleanRL, OMP_NUM_THREADS=1", {"OMP_NUM_THREADS": "1"}):
+            contenders[name] = partial(train, command, "SPS:", 2048, args.seconds, **environment)
+            rows += [(ours[0], name, 3.5), (ours[1], name, 5)]
+    else:
+        print("CleanRL is left out: --cleanrl was not given\n")
+    speeds = compare(args.rounds, contenders)
+    print("## base: whole training on the CPU, HalfCheetah-v5, batch 2048 / 32 minibatches / 10 epochs\n")
+    print("Steps/s: iterations after the first, by the times of the lines that each process prints at their ends.\n")
+    table(speeds, rows or [(name, None, None) for name in ours])
+
+
+def flagship(args):
+    """The flagship's rollout against bare loops with the same actions, and its whole training."""
+    script, num_steps, iterations = "ppo_interleaved_gru_beta", args.flagship_steps, args.flagship_iterations
+    batch_size, contenders, rows, shares = NUM_ENVS * num_steps, {}, [], {}
+    flags = f"--num-envs {NUM_ENVS} --num-steps {num_steps} --num-minibatches 8 --no-cuda"
+    # Without learning the policy keeps its initial noise, close to Beta(61, 61): the bare loops can draw the same.
+    flags += f" --hidden-size 64 --learning-rate 0 --total-timesteps {batch_size * iterations}"
+    for env_id in ("h1hand-walk-v0", "Humanoid-v5"):
+        humanoid_bench = env_id.startswith("h1")
+        if humanoid_bench and util.find_spec("humanoid_bench") is None:
+            print("h1hand-walk-v0 is left out: HumanoidBench is not installed\n")
+            continue
+        epochs = 1 if humanoid_bench else 4  # only the rollout is compared there
+        for flag in ("",) if humanoid_bench else ("", " --compile"):
+            name = f"training, {env_id}, {epochs} epochs,{flag or ' eager'}"
+            shares[name] = []
+            run = f"{flags} --env-id {env_id} --update-epochs {epochs}{flag}"
+            contenders[name] = partial(run_script, script, run, batch_size, None, shares[name])
+            rows.append((name, None, None))
+            rows.append((f"rollout of {name}", f"bare loops, {env_id}", None if flag or not humanoid_bench else 0.9))
+        # The same steps of the episodes as in the iterations that count: those after the first.
+        contenders[f"bare loops, {env_id}"] = partial(bare, script, env_id, num_steps, num_steps * (iterations - 1), 61)
+    speeds = compare(args.rounds, contenders)
+    print(f"## flagship on the CPU: {NUM_ENVS} environments x {num_steps} steps, width 64, 8 minibatches\n")
+    for name, values in shares.items():
+        speeds[f"rollout of {name}"] = [speed for speed, _ in values]
+    table(speeds, rows)
+    print_shares(shares)
+
+
+def gpu(args):
+    """Whole trainings on the GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("## gpu\n\nThere is no GPU here.\n")
+        return
+    batch_size = NUM_ENVS * args.flagship_steps
+    sizes = f"--num-envs {NUM_ENVS} --num-steps {args.flagship_steps} --num-minibatches 8 --update-epochs 4"
+    runs = {"base, HalfCheetah-v5": ("ppo_mlp_gaussian", f"{SHARED_BATCH} --total-timesteps {2048 * 15}", 2048)}
+    total = f"--env-id Humanoid-v5 --total-timesteps {batch_size * (args.flagship_iterations + 2)}"
+    runs["flagship, Humanoid-v5"] = ("ppo_interleaved_gru_beta", f"{sizes} {total}", batch_size)
+    contenders, shares = {}, {}
+    for run, (script, flags, size) in runs.items():
+        for name, flag in (f"{run}, eager", ""), (f"{run}, --compile", " --compile"):
+            shares[name] = []
+            contenders[name] = partial(run_script, script, flags + flag, size, None, shares[name])
+    speeds = compare(args.rounds, contenders)
+    print("## gpu: whole trainings\n")
+    table(speeds, [(f"{run}, --compile", f"{run}, eager", None) for run in runs])
+    print_shares(shares)
+
+
+def print_shares(shares):
+    for name, values in shares.items():
+        share = statistics.median(share for _, share in values)
+        print(f"- {name}: {share:.0%} of the time in rollouts, {1 - share:.0%} in updates")
+    print(flush=True)
+
+
+def main():
+    sections = {"vecenv": vecenv, "base": base, "flagship": flagship, "gpu": gpu}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
+    parser.add_argument("--seconds", type=float, default=10, help="base: how long each training is timed")
+    parser.add_argument("--flagship-steps", type=int, default=128, help="flagship: steps an iteration")
+    parser.add_argument("--flagship-iterations", type=int, default=4, help="flagship: iterations, the first not timed")
+    parser.add_argument("--sb3-python", help="an interpreter with stable-baselines3")
+    parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py")
+    parser.add_argument("--cleanrl-python", default=sys.executable, help="an interpreter that can run it")
+    parser.add_argument("--cleanrl-env-id", default="HalfCheetah-v4")
+    parser.add_argument("--run-sb3", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run_sb3:
+        return run_sb3(args.run_sb3)
+    machine(args)
+    for name in args.only:
+        try:
+            sections[name](args)
+        except PeerError as error:
+            print(f"## {name}\n\n{error}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

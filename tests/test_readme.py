@@ -1,0 +1,75 @@
+"""The README's code runs, and what it lists exists."""
+
+import importlib
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+SCRIPTS = sorted(path.stem for path in ROOT.glob("ppo_*.py"))
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def run(request, tmp_path_factory):
+    """A short run of each script on its default environment."""
+    module = importlib.import_module(request.param)
+    directory = tmp_path_factory.mktemp(request.param) / "run"
+    args = module.Args(
+        total_timesteps=4096, num_envs=4, num_steps=1024, num_minibatches=4, update_epochs=1, num_workers=2,
+        eval_episodes=1, run_dir=str(directory),
+    )  # fmt: skip
+    module.train(args)
+    return request.param, args, directory
+
+
+def test_snippet_loads_a_policy_and_acts(run, monkeypatch):
+    script, args, directory = run
+    (snippet,) = [text for text in SNIPPETS if f"from {script} import" in text]
+    monkeypatch.syspath_prepend(ROOT)
+    namespace = {}
+    exec(snippet.replace("runs/my-run", str(directory)), namespace)
+    assert f'gym.make("{args.env_id}")' in snippet
+    assert gym.make(args.env_id).action_space.contains(namespace["action"])
+    assert np.isfinite(namespace["env"].step(namespace["action"])[0]).all()
+
+
+def test_every_scalar_is_explained_and_every_explained_one_is_written(run):
+    script, _, directory = run
+    events = EventAccumulator(str(directory)).Reload()
+    written = set(events.Tags()["scalars"])
+    named = set(re.findall(r"`((?:charts|losses|eval|time)/\w+)`", README))
+    assert written <= named
+    only_elsewhere = {"losses/state_loss"} if script == "ppo_mlp_gaussian" else {
+        "losses/action_mean", "losses/action_std", "charts/critic_learning_rate",
+    }  # fmt: skip
+    assert named - written == only_elsewhere
+
+
+def test_every_file_of_a_run_is_explained(run):
+    written = {path.name for path in run[2].iterdir() if "tfevents" not in path.name}
+    assert written == {"args.json", "checkpoint.pt", "policy.pt", "result.json"}
+    assert all(f"`{name}`" in README for name in written | {"eval.json"})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_table_lists_every_script_with_its_default_environment(script):
+    module = importlib.import_module(script)
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{script}.py`")]
+    assert row.split("|")[4].strip() == module.Args().env_id
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_flags_in_the_readme_exist(script):
+    known = {
+        "--" + field.name.replace("_", "-") for name in SCRIPTS for field in fields(importlib.import_module(name).Args)
+    }
+    assert set(re.findall(r"(?<=`)--[a-z][a-z-]+|(?<= )--[a-z][a-z-]+", README)) - known <= {
+        "--no-cuda", "--no-deps", "--logdir", "--help",
+    }  # fmt: skip
