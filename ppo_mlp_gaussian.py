@@ -35,6 +35,8 @@ import io
 import json
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import platform
 import random
@@ -370,31 +372,33 @@ def train(args: Args) -> dict:
         if device.type == "cpu":
             torch.set_num_threads(1)  # layers of 64 units are too small to share: a second thread slows them down
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
-        critic_parameters = list(agent.critic.parameters())
-        actor_parameters = [p for p in agent.parameters() if all(p is not q for q in critic_parameters)]
+        actor_parameters = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
+        optimizer = torch.optim.Adam(
+            [{"params": actor_parameters}, {"params": agent.critic.parameters()}], eps=1e-5, fused=True
+        )
         learning_rates = (args.learning_rate, args.critic_learning_rate or args.learning_rate)
-        groups = [{"params": p, "lr": lr} for p, lr in zip((actor_parameters, critic_parameters), learning_rates)]
-        optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
         if args.total_timesteps == 0:
             return run.evaluated(*evaluate(agent, args, device, run.video_folder))
         sample, gradient = agent.sample, minibatch_gradient
         if args.compile:
-            sample, gradient = compile_function(sample, device), compile_function(gradient, device)
+            gradient = compile_function(gradient, device)
+            if device.type == "cuda":  # on a CPU a network this small samples faster as it is
+                sample = compile_function(sample, device)
 
-        obs_shape, act_shape = envs.single_observation_space.shape, envs.single_action_space.shape
-        obs = torch.zeros((args.num_steps, args.num_envs, *obs_shape), device=device)
-        actions = torch.zeros((args.num_steps, args.num_envs, *act_shape), device=device)
+        obs_dim, act_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+        obs = torch.zeros((args.num_steps, args.num_envs, obs_dim), device=device)
+        actions = torch.zeros((args.num_steps, args.num_envs, act_dim), device=device)
         rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
         ends = np.zeros((args.num_steps, args.num_envs), bool)  # where the next row holds no next state
-        running_return = torch.zeros(args.num_envs, device=device)
+        running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
         next_obs = envs.reset()  # [num_envs, obs_dim]
 
         for iteration in range(run.iteration + 1, run.num_iterations + 1):
-            if args.anneal_lr:
-                for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-                    group["lr"] = learning_rate * (1 - (iteration - 1) / run.num_iterations)
+            left = 1 - (iteration - 1) / run.num_iterations if args.anneal_lr else 1
+            for group, learning_rate in zip(optimizer.param_groups, learning_rates):
+                group["lr"] = learning_rate * left
 
             # Collect. The policy and the observation statistics stay as they are until the update.
             rollout_start = time.perf_counter()
@@ -437,7 +441,7 @@ def train(args: Args) -> dict:
             if args.norm_obs:
                 agent.obs_norm.update(obs)
             if args.norm_reward:
-                return_norm.update(discounted_returns(rewards_t, done_t, running_return, args.gamma))
+                return_norm.update(discounted_returns(rewards_t.double(), done_t, running_return, args.gamma))
             end = time.perf_counter()
 
             # Log and save.
@@ -479,8 +483,11 @@ def gym_make(env_id, evaluation=False, video_folder=None):
         try:
             # render_mode=None matters: HumanoidBench's default opens a GL context for each environment.
             env = gym.make(env_id, render_mode="rgb_array" if video_folder else None, disable_env_checker=True)
-        except (gym.error.Error, ImportError, OSError) as error:
-            raise SystemExit(f"--env-id {env_id}: {' '.join(str(error).split())}{hint}") from None
+        except Exception as error:
+            if not isinstance(error, (gym.error.Error, ImportError, OSError)):
+                traceback.print_exc()  # its constructor's own fault
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise SystemExit(f"--env-id {env_id}: {message}{hint}") from None
     if evaluation and env.spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, 27000)
     env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -607,6 +614,15 @@ class SubprocVecEnv:
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
         try:
+            if method == "forkserver":
+                # A Ctrl-C reaches every process, but only the parent decides when a run ends: the fork server starts
+                # with the signals blocked, and so do its children. (Starting the tracker would unblock them here.)
+                multiprocessing.resource_tracker.ensure_running()
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+                try:
+                    multiprocessing.forkserver.ensure_running()
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for part in self.slices:
                 connection, worker_end = context.Pipe()
                 arguments = (worker_end, make_env, seeds[part[0] : part[-1] + 1], int(part[0]), shared)
@@ -629,7 +645,7 @@ class SubprocVecEnv:
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
         self._command(b"reset")
         self.episodes = []
-        self._check_finite("observation", self.obs)
+        self._check_finite("an observation", self.obs)
         return self.obs
 
     def step(self, actions):
@@ -637,10 +653,10 @@ class SubprocVecEnv:
         self._command(b"step")
         ended = self.episode_lengths > 0
         self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))
-        self._check_finite("reward", self.rewards)
-        self._check_finite("observation", self.obs)
+        self._check_finite("a reward", self.rewards)
+        self._check_finite("an observation", self.obs)
         if (self.terminated | self.truncated).any():
-            self._check_finite("final observation", self.final_obs)
+            self._check_finite("a final observation", self.final_obs)
         return self.obs, self.rewards, self.terminated, self.truncated
 
     def _command(self, command):
@@ -664,7 +680,7 @@ class SubprocVecEnv:
     def _check_finite(self, what, array):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             env = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(1))[0]
-            raise EnvError(f"environment {env} returned a {what} that is not finite")
+            raise EnvError(f"environment {env} returned {what} that is not finite")
 
     def __enter__(self):
         return self
@@ -676,20 +692,22 @@ class SubprocVecEnv:
 def _close(connections, processes):
     for connection in connections:
         connection.close()  # a worker that waits sees the end of its pipe
+    end = time.monotonic() + 2  # for all of them together
     for process in processes:
-        process.join(2)
+        process.join(max(0, end - time.monotonic()))
         if process.is_alive():
             process.kill()
 
 
-_signal_received = None
+_signal_received = _signal_time = None
 
 
 def _on_signal(signum, _):
-    global _signal_received
-    if _signal_received is not None:
+    global _signal_received, _signal_time
+    if _signal_received is None:
+        _signal_received, _signal_time = signum, time.monotonic()
+    elif time.monotonic() - _signal_time > 0.5:  # timeout(1) sends its signal twice, to the process and to its group
         os._exit(128 + signum)  # a second Ctrl-C leaves at once
-    _signal_received = signum
 
 
 def check_signals():
@@ -730,6 +748,7 @@ def compile_function(function, device):
         raise SystemExit(f"--compile needs a C++ compiler: {compiler} is not installed (Debian's g++; or set CXX)")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its helper processes would outlive the run
     if device.type == "cpu":
+        torch._dynamo.config.trace_autograd_ops = True  # loss, backward() and clipping in one graph
         return torch.compile(function)
     compiled = torch.compile(function, mode="reduce-overhead")
 
@@ -815,7 +834,9 @@ class Run:
             )
             self.directory = Path(args.run_dir or f"runs/{name}")
             if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt", "result.json")):
-                raise SystemExit(f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}")
+                raise SystemExit(
+                    f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}, or name another"
+                )
         self.video_folder = str(self.directory / "videos") if args.capture_video else None
         if args.capture_video:
             check_video(args.env_id)
@@ -863,8 +884,8 @@ class Run:
                 config=vars(self.args),
                 sync_tensorboard=True,
             )
-        # What an earlier start logged after the checkpoint is dropped.
-        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if self.checkpoint else None)
+        # What an earlier start logged after the checkpoint, or without ever saving one, is dropped.
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if self.checkpoint else 0)
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         self._take_snapshot()
@@ -905,12 +926,16 @@ class Run:
         self.saved_iteration = self.snapshot["iteration"]
 
     def _write(self, state, file):
-        temporary = file.with_suffix(".tmp")  # a kill in the middle of writing leaves the old file whole
-        with open(temporary, "wb") as stream:
-            torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
+        buffer, temporary = io.BytesIO(), file.with_suffix(".tmp")
+        torch.save(state, buffer)
+        try:
+            with open(temporary, "wb") as stream:
+                stream.write(buffer.getbuffer())
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, file)  # a kill in the middle of writing leaves the old file whole
+        except OSError as error:
+            raise SystemExit(f"{file} can't be written: {error}") from None
 
     def step(self, episodes):
         """Counts one step of all environments and logs the episodes, [(return, length)], that ended in it."""
@@ -932,9 +957,10 @@ class Run:
         tensors.append(torch.tensor([value for name, value in scalars.items() if name.endswith("_loss")]))
         if not all(tensor.isfinite().all() for tensor in tensors):
             self._write_result("diverged", [])
+            where = f"the last good state is in {self.directory / 'checkpoint.pt'}; " if self.iteration else ""
             raise SystemExit(
-                f"diverged at step {self.global_step}: a loss or parameter is not finite. The last good state is in "
-                f"{self.directory / 'checkpoint.pt'}; a lower --learning-rate may help"
+                f"diverged at step {self.global_step}: a loss or parameter is not finite; {where}"
+                "a lower --learning-rate may help"
             )
         self.iteration = iteration
         self.training_seconds += seconds
@@ -994,12 +1020,12 @@ class Run:
         return result
 
     def __exit__(self, _, error, __):
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
         if self.writer is not None:
             if self.snapshot["iteration"] > self.saved_iteration:
                 self._save()
             self.writer.close()
+        for signum, handler in self.handlers.items():  # only now: a signal must not cut the saving short
+            signal.signal(signum, handler)
         where = f"go on with --resume {self.directory}" if self.saved_iteration else "no iteration was finished"
         if error is not None and _signal_received is not None:
             print(f"\nstopped by {signal.Signals(_signal_received).name}; {where}", file=sys.stderr)

@@ -145,7 +145,7 @@ def vecenv(args):
     base, warmup, steps = load("ppo_mlp_gaussian"), 50, args.steps
     make_env = partial(base.make_env, "HalfCheetah-v5")
     peer = gym.vector.AsyncVectorEnv([make_env] * NUM_ENVS)  # its default settings, shared memory among them
-    with base.SubprocVecEnv(make_env, NUM_ENVS, 0, 1) as ours:
+    with base.SubprocVecEnv(make_env, NUM_ENVS, args.num_workers, 1) as ours:
         actions = draw_actions(ours.single_action_space, warmup + steps, NUM_ENVS, 1, 0)
 
         def measure(envs):
@@ -265,6 +265,7 @@ def flagship(args):
     script, num_steps, iterations = "ppo_interleaved_gru_beta", args.flagship_steps, args.flagship_iterations
     batch_size, contenders, rows, shares = NUM_ENVS * num_steps, {}, [], {}
     flags = f"--num-envs {NUM_ENVS} --num-steps {num_steps} --num-minibatches 8 --no-cuda"
+    flags += f" --num-workers {args.num_workers}"
     # Without learning the policy keeps its initial noise, close to Beta(61, 61): the bare loops can draw the same.
     flags += f" --hidden-size 64 --learning-rate 0 --total-timesteps {batch_size * iterations}"
     for env_id in ("h1hand-walk-v0", "Humanoid-v5"):
@@ -325,6 +326,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-workers", type=int, default=0, help="vecenv, flagship: of ours; 0: one for each core")
     parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
     parser.add_argument("--seconds", type=float, default=10, help="base: how long each training is timed")
     parser.add_argument("--flagship-steps", type=int, default=128, help="flagship: steps an iteration")

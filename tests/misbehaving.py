@@ -1,11 +1,12 @@
 """Small environments, healthy ones and ones that misbehave on purpose, each in one way.
 
-Importing this registers them: `--env-id misbehaving:Healthy-v0`, with this folder on PYTHONPATH. A fault happens in
-the second environment of each process that steps any, in the middle of its third iteration of 16 steps. Where
-MISBEHAVING_LOG names a file, each environment writes a line with its process id there when it is made and when its
-fault happens.
+Importing this registers them: `--env-id misbehaving:Healthy-v0`, with this folder on PYTHONPATH. Most faults happen in
+the second environment of each process, after 45 of its steps: with 16 steps an iteration, in the third one. Where
+MISBEHAVING_LOG names a file, every environment writes a line "what pid time" there when it is made and when its fault
+happens.
 """
 
+import multiprocessing
 import os
 import random
 import signal
@@ -14,13 +15,12 @@ import time
 import gymnasium as gym
 import numpy as np
 
-FAULT_STEP = 40
+FAULT_STEP = 45
 
 
 class Misbehaving(gym.Env):
-    """A point that a random force and the two actions push around; the episode ends where it goes too far."""
+    """A point that chance and the two actions push around; an episode ends where it is too far out."""
 
-    metadata = {"render_modes": []}
     made = 0
 
     def __init__(self, fault=None, bound=1.0, render_mode=None):
@@ -34,74 +34,82 @@ class Misbehaving(gym.Env):
         if fault == "discrete action":
             self.action_space = gym.spaces.Discrete(3)
         self.log("made")
-        if fault == "slow constructor":
-            time.sleep(4)
+        if fault == "hang in constructor" and multiprocessing.parent_process() is not None:
+            time.sleep(120)
+        if fault == "raise in constructor":
+            raise RuntimeError("no such robot")
 
-    def log(self, word):
+    def log(self, what):
         if "MISBEHAVING_LOG" in os.environ:
             with open(os.environ["MISBEHAVING_LOG"], "a") as file:
-                file.write(f"{word} {os.getpid()} {time.time()}\n")
+                file.write(f"{what} {os.getpid()} {time.time()}\n")
 
-    def happens(self, fault):
-        """Whether this fault is due; `steps` counts over episodes."""
+    def due(self, fault):
         due = self.fault == fault and self.faulty and self.steps >= FAULT_STEP
         if due:
             self.log("fault")
         return due
 
     def reset(self, *, seed=None, options=None):
+        assert seed is None or type(seed) is int, f"a seed that is no Python int: {seed!r}"
         super().reset(seed=seed)
-        if self.happens("raise in reset"):
-            raise RuntimeError("no way back")
-        # All three sources of randomness that an environment may use.
+        if self.due("raise in reset"):
+            raise RuntimeError("can't get up")
+        # Every source of randomness that an environment may use.
         self.point = np.array([self.np_random.normal(), np.random.normal(), random.gauss(0, 1)])
+        self.point[2] += 0.1 * self.action_space.sample()[0]
         return self.point.copy(), {}
 
     def step(self, action):
         assert self.action_space.contains(action), f"not a valid action: {action}"
         self.steps += 1
-        if self.happens("raise in step"):
+        if self.due("raise in step"):
             raise RuntimeError("the leg is broken")
-        if self.happens("killed"):
+        if self.due("killed in step"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.happens("exits"):
+        if self.due("exit in step"):
             os._exit(3)
         if self.fault == "slow step":
-            time.sleep(1)
+            time.sleep(0.5)
+        if self.fault == "hang in step":
+            self.log("fault")
+            time.sleep(120)
         self.point += 0.1 * self.np_random.normal(size=3)
-        self.point[:2] += 0.3 * np.asarray(action).clip(-1, 1)
+        self.point[:2] += 0.3 * action.clip(-1, 1)
         obs, reward = self.point.copy(), -float(np.square(self.point).sum())
-        terminated = bool(np.abs(self.point).max() > 3)
-        if self.happens("observation not finite"):
+        terminated = bool(np.abs(self.point).max() > 2.5)
+        if self.due("observation not finite"):
             obs[1] = np.nan
-        if self.happens("final observation not finite"):
+        if self.due("final observation not finite"):
             obs[2], terminated = np.inf, True
-        if self.happens("reward not finite"):
+        if self.due("reward not finite"):
             reward = np.nan
-        if self.fault == "enormous reward" and self.steps >= FAULT_STEP:
+        if self.fault == "enormous rewards" and self.steps >= FAULT_STEP or self.fault == "enormous rewards at once":
             reward *= 1e30
-        if self.fault == "enormous reward at once":
-            reward *= 1e30
+        if self.fault == "largest rewards":
+            reward = 3e38
         return obs, reward, terminated, False, {}
 
 
-def register(name, time_limit=20, **arguments):
-    gym.register(f"{name}-v0", "misbehaving:Misbehaving", max_episode_steps=time_limit, kwargs=arguments)
+def register(name, fault=None, **kwargs):
+    gym.register(f"{name}-v0", "misbehaving:Misbehaving", max_episode_steps=20, kwargs={"fault": fault} | kwargs)
 
 
 register("Healthy")
-register("Endless", time_limit=None, bound=0.1)
-register("RaiseInStep", fault="raise in step")
-register("RaiseInReset", fault="raise in reset")
-register("Killed", fault="killed")
-register("Exits", fault="exits")
-register("ObservationNotFinite", fault="observation not finite")
-register("FinalObservationNotFinite", fault="final observation not finite")
-register("RewardNotFinite", fault="reward not finite")
-register("EnormousReward", fault="enormous reward")
-register("EnormousRewardAtOnce", fault="enormous reward at once")
-register("DictObservation", fault="dict observation")
-register("DiscreteAction", fault="discrete action")
 register("InfiniteBounds", bound=np.inf)
-register("SlowStep", fault="slow step")
-register("SlowConstructor", fault="slow constructor")
+register("DictObservation", "dict observation")
+register("DiscreteAction", "discrete action")
+register("RaiseInConstructor", "raise in constructor")
+register("RaiseInStep", "raise in step")
+register("RaiseInReset", "raise in reset")
+register("KilledInStep", "killed in step")
+register("ExitInStep", "exit in step")
+register("SlowStep", "slow step")
+register("HangInStep", "hang in step")
+register("HangInConstructor", "hang in constructor")
+register("ObservationNotFinite", "observation not finite")
+register("FinalObservationNotFinite", "final observation not finite")
+register("RewardNotFinite", "reward not finite")
+register("EnormousRewards", "enormous rewards")
+register("EnormousRewardsAtOnce", "enormous rewards at once")
+register("LargestRewards", "largest rewards")

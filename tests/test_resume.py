@@ -1,0 +1,488 @@
+"""What a run saves, what a resume makes of it, and what must not change it: everything is compared bit for bit."""
+
+import copy
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import misbehaving
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppo_interleaved_gru_beta as flagship
+import ppo_mlp_gaussian as base
+
+TESTS = Path(__file__).resolve().parent
+BATCH = 64
+
+both = pytest.mark.parametrize("module", [base, flagship], ids=["base", "flagship"])
+
+
+class Stop(Exception):
+    pass
+
+
+def small_args(module, directory, iterations=3, **changes):
+    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "num_workers": 2}
+    sizes |= {"eval_episodes": 0, "cuda": False, "norm_reward": True, "env_id": "misbehaving:Healthy-v0"}
+    return module.Args(**sizes | {"run_dir": str(directory), "total_timesteps": iterations * BATCH} | changes)
+
+
+def load(directory, name="checkpoint.pt"):
+    return torch.load(directory / name, weights_only=True)
+
+
+def resume_args(module, path, **changes):
+    saved = load(path if path.is_dir() else path.parent)["args"]
+    return module.Args(**saved | {"resume": str(path), "run_dir": None} | changes)
+
+
+def differences(a, b, path=""):
+    """Where two nested structures of tensors and numbers differ, to the bit."""
+    if type(a) is not type(b):
+        return [f"{path}: {type(a)} and {type(b)}"]
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return [f"{path}: {a.keys() ^ b.keys()}"]
+        return [found for key in a for found in differences(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, (list, tuple)) and len(a) == len(b):
+        return [found for i, (x, y) in enumerate(zip(a, b)) for found in differences(x, y, f"{path}[{i}]")]
+    if isinstance(a, torch.Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [path]
+    return [] if a == b else [path]
+
+
+def trained(checkpoint):
+    """What training has changed in a checkpoint: all but the flags and the time it took."""
+    return {key: value for key, value in checkpoint.items() if key not in ("args", "seconds", "training_seconds")}
+
+
+def files(directory):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
+
+
+def points(directory):
+    """{tag: [(step, value)]} of all curves."""
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Finished runs of three iterations with five evaluation episodes: {module: directory}; only to be read."""
+    folder = tmp_path_factory.mktemp("runs")
+    for module in (base, flagship):
+        module.train(small_args(module, folder / module.__name__, eval_episodes=5))
+    return {module: folder / module.__name__ for module in (base, flagship)}
+
+
+@pytest.fixture
+def copied(runs, tmp_path):
+    return lambda module, name="copy": Path(shutil.copytree(runs[module], tmp_path / name))
+
+
+# Loading
+
+
+@both
+def test_every_tensor_coefficient_and_random_state_is_restored(module, copied, monkeypatch):
+    directory = copied(module)
+    saved = load(directory)
+    # Set apart what a fresh start might have by chance too.
+    np.random.seed(77)
+    np.random.normal(size=5)
+    algorithm, keys, *rest = np.random.get_state()
+    saved["rng"]["numpy"] = [algorithm, keys.tolist(), *rest]
+    saved["optimizer"]["param_groups"][0]["lr"] = 0.123
+    torch.save(saved, directory / "checkpoint.pt")
+
+    live, begin = {}, module.Run.begin
+
+    def begin_and_stop(run, *args, **parts):
+        begin(run, *args, **parts)
+        live.update({name: copy.deepcopy(part.state_dict()) for name, part in parts.items()})
+        algorithm, keys, *rest = np.random.get_state()
+        live["rng"] = {"numpy": [algorithm, keys.tolist(), *rest], "torch": torch.get_rng_state(), "cuda": None}
+        live.update(global_step=run.global_step, iteration=run.iteration, recent_returns=list(run.recent_returns))
+        live.update(script=module.__name__, shapes=run.shapes)
+        raise Stop
+
+    monkeypatch.setattr(module.Run, "begin", begin_and_stop)
+    with pytest.raises(Stop):
+        module.train(resume_args(module, directory, total_timesteps=5 * BATCH))
+    assert {"model", "optimizer", "return_norm", "rng", "iteration", "global_step"} <= saved.keys()
+    assert differences(trained(saved), live) == []
+    assert differences(trained(saved), trained(load(directory))) == []
+
+
+@both
+def test_two_resumes_of_one_checkpoint_are_the_same_run(module, copied):
+    checkpoints = []
+    for name, num_workers in (("one", 1), ("two", 3)):
+        directory = copied(module, name)
+        module.train(resume_args(module, directory, total_timesteps=5 * BATCH, num_workers=num_workers))
+        checkpoints.append(load(directory))
+    assert checkpoints[0]["iteration"] == 5
+    assert differences(*map(trained, checkpoints)) == []
+
+
+def test_resume_seeds_its_environments_by_seed_and_iteration(copied, tmp_path, monkeypatch):
+    seeds = []
+
+    def stop(make_env, num_envs, num_workers, seed):
+        seeds.append(seed)
+        raise Stop
+
+    monkeypatch.setattr(base, "SubprocVecEnv", stop)
+    for args in (resume_args(base, copied(base), total_timesteps=5 * BATCH), small_args(base, tmp_path / "fresh")):
+        with pytest.raises(Stop):
+            base.train(args)
+    assert seeds == [[1, 3], 1]
+
+
+@both
+def test_same_seed_is_the_same_run_whatever_the_number_of_workers(module, tmp_path):
+    checkpoints, results = [], []
+    for name, changes in {"1": {}, "2": {}, "3": {}, "other seed": {"seed": 2, "num_workers": 2}}.items():
+        changes = {"num_workers": int(name[0]) if name.isdigit() else 2} | changes
+        results.append(module.train(small_args(module, tmp_path / name, 2, eval_episodes=3, **changes)))
+        checkpoints.append(trained(load(tmp_path / name)))
+    assert differences(checkpoints[0], checkpoints[1]) == differences(checkpoints[0], checkpoints[2]) == []
+    assert results[0]["eval_returns"] == results[1]["eval_returns"] == results[2]["eval_returns"]
+    first, other = (torch.cat([x.flatten() for x in checkpoints[i]["model"].values()]) for i in (0, 3))
+    assert (first != other).float().mean() > 0.5
+    assert results[0]["eval_returns"] != results[3]["eval_returns"]
+
+
+def test_another_process_with_the_same_seed_is_the_same_run(runs, tmp_path):
+    command = [sys.executable, str(TESTS.parent / "ppo_mlp_gaussian.py"), f"--run-dir={tmp_path / 'run'}", "--no-cuda"]
+    command += ["--env-id=misbehaving:Healthy-v0", "--num-envs=4", "--num-steps=16", "--num-minibatches=2"]
+    command += ["--update-epochs=2", f"--total-timesteps={3 * BATCH}", "--eval-episodes=0"]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(TESTS)})
+    assert differences(trained(load(tmp_path / "run")), trained(load(runs[base]))) == []
+
+
+# Curves
+
+
+@both
+def test_curves_go_on_without_a_gap_or_a_double_point_and_elsewhere(module, tmp_path, monkeypatch):
+    logged, log, save, step = [], module.Run.log, module.Run._save, module.Run.step
+
+    def recording_log(run, scalars):
+        logged.extend((name, run.global_step, float(value)) for name, value in scalars.items())
+        log(run, scalars)
+
+    def step_and_stop(run, episodes):
+        step(run, episodes)
+        if run.global_step > 3 * BATCH + BATCH // 2:
+            raise Stop
+
+    monkeypatch.setattr(module.Run, "log", recording_log)
+    with monkeypatch.context() as patch:  # three and a half iterations, of which the first two are saved
+        patch.setattr(module.Run, "_save", lambda run: save(run) if run.snapshot["iteration"] == 2 else None)
+        patch.setattr(module.Run, "step", step_and_stop)
+        with pytest.raises(Stop):
+            module.train(small_args(module, tmp_path / "run", 6, checkpoint_interval=1))
+    assert max(at for _, at, _ in logged) > 3 * BATCH
+    expected = [entry for entry in logged if entry[1] <= 2 * BATCH]
+    logged.clear()
+
+    (tmp_path / "elsewhere").mkdir()
+    directory = (tmp_path / "run").rename(tmp_path / "elsewhere" / "copy")
+    time.sleep(1.1)  # event files are read in the order of their names, which begin with the second
+    result = module.train(resume_args(module, directory, eval_episodes=2))
+    assert (result["status"], result["iterations"]) == ("finished", 6) and not (tmp_path / "run").exists()
+    assert min(at for _, at, _ in logged) > 2 * BATCH
+    curves = {}
+    for name, at, value in expected + logged:
+        curves.setdefault(name, []).append((at, float(np.float32(value))))
+    found = points(directory)
+    assert found.keys() == curves.keys()
+    for name in curves:
+        np.testing.assert_array_equal(found[name], curves[name], name)
+    assert [at for at, _ in found["charts/SPS"]] == [BATCH * i for i in range(1, 7)]
+
+
+def test_directory_of_a_run_that_saved_nothing_can_be_used_again_without_double_points(tmp_path, monkeypatch):
+    step = base.Run.step
+
+    def step_and_stop(run, episodes):
+        step(run, episodes)
+        if run.global_step == 48:
+            run.log({"charts/episodic_return": -1.0})
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(base.Run, "step", step_and_stop)
+        with pytest.raises(Stop):
+            base.train(small_args(base, tmp_path / "run"))
+    time.sleep(1.1)  # event files are read in the order of their names, which begin with the second
+    base.train(small_args(base, tmp_path / "run"))
+    base.train(small_args(base, tmp_path / "fresh"))
+    assert points(tmp_path / "run")["charts/episodic_return"] == points(tmp_path / "fresh")["charts/episodic_return"]
+
+
+SCALARS = """charts/episodic_return charts/episodic_length charts/learning_rate charts/SPS losses/value_loss
+losses/policy_loss losses/entropy losses/old_approx_kl losses/approx_kl losses/clipfrac losses/explained_variance
+eval/episodic_return time/rollout time/update""".split()
+
+
+@both
+def test_curves_hold_every_scalar_and_every_episode(module, runs):
+    curves = points(runs[module])
+    assert [name for name in SCALARS if name not in curves] == []
+    for name in ("charts/SPS", "charts/learning_rate", "losses/value_loss", "time/rollout"):
+        assert [at for at, _ in curves[name]] == [64, 128, 192]
+    assert [at for at, _ in curves["charts/episodic_return"]] == [at for at, _ in curves["charts/episodic_length"]]
+    assert len(curves["charts/episodic_return"]) == len(load(runs[module])["recent_returns"]) > 4
+    np.testing.assert_allclose([x for _, x in curves["charts/episodic_return"]], load(runs[module])["recent_returns"])
+    assert [at for at, _ in curves["eval/episodic_return"]] == [192]
+
+
+# Files
+
+
+@both
+def test_policy_is_the_checkpoint_without_what_only_training_needs(module, runs):
+    checkpoint, policy = load(runs[module]), load(runs[module], "policy.pt")
+    assert checkpoint.keys() - policy.keys() == {"optimizer", "rng"}
+    assert differences({key: checkpoint[key] for key in policy}, policy) == []
+    assert checkpoint["model"]["obs_norm.count"] == checkpoint["return_norm"]["count"] == 3 * BATCH
+    assert (checkpoint["model"]["obs_norm.mean"] != 0).all() and (checkpoint["model"]["obs_norm.var"] != 1).all()
+    assert checkpoint["return_norm"]["var"] != 1
+    assert checkpoint["script"] == module.__name__
+    assert not any("_orig_mod" in key for key in checkpoint["model"])
+    assert not list(runs[module].glob("*.tmp"))
+
+
+@both
+def test_args_and_result_hold_what_other_tools_read(module, runs):
+    directory = runs[module]
+    args, result = (json.loads((directory / f"{name}.json").read_text()) for name in ("args", "result"))
+    assert args == vars(small_args(module, directory, eval_episodes=5)) == result["args"]
+    fields = """status env_id script seed args global_step iterations mean_return_last_100 eval_returns wall_seconds
+    steps_per_second versions commit device"""
+    assert result.keys() == set(fields.split())
+    assert (result["status"], result["env_id"]) == ("finished", "misbehaving:Healthy-v0")
+    assert (result["script"], result["seed"], result["device"]) == (module.__name__, 1, "cpu")
+    assert (result["global_step"], result["iterations"], len(result["eval_returns"])) == (3 * BATCH, 3, 5)
+    assert result["mean_return_last_100"] == pytest.approx(np.mean(load(directory)["recent_returns"]))
+    assert result["versions"]["torch"] == torch.__version__ and result["versions"]["gymnasium"] == gym.__version__
+    assert result["wall_seconds"] > 0 and result["steps_per_second"] > 0
+    assert list(directory.glob("events.out.tfevents.*"))
+
+
+def test_result_counts_the_time_of_all_starts(copied):
+    directory = copied(base)
+    checkpoint = load(directory)
+    torch.save(checkpoint | {"seconds": 1000.0, "training_seconds": 500.0}, directory / "checkpoint.pt")
+    result = base.train(resume_args(base, directory, total_timesteps=4 * BATCH))
+    assert 1000 < result["wall_seconds"] < 1100
+    assert 4 * BATCH / 600 < result["steps_per_second"] < 4 * BATCH / 500
+
+
+@pytest.mark.slow
+@both
+def test_compiled_run_saves_the_same_keys(module, runs, tmp_path):
+    module.train(small_args(module, tmp_path / "run", 2, compile=True))
+    compiled, eager = load(tmp_path / "run"), load(runs[module])
+    assert {key: x.shape for key, x in compiled["model"].items()} == {k: x.shape for k, x in eager["model"].items()}
+
+
+# Evaluation
+
+
+@both
+@pytest.mark.parametrize("name", [".", "checkpoint.pt", "policy.pt"])
+def test_evaluation_alone_writes_one_file_and_repeats_the_returns(module, name, copied):
+    directory = copied(module)
+    before = files(directory)
+    returned = module.train(resume_args(module, directory / name, total_timesteps=0))
+    after = files(directory)
+    result = json.loads((directory / "eval.json").read_text())
+    assert after == before | {"eval.json": after["eval.json"]} and returned == result
+    assert result.keys() == {"returns", "lengths", "mean", "global_step"}
+    assert result["returns"] == json.loads((directory / "result.json").read_text())["eval_returns"]
+    assert result["mean"] == pytest.approx(np.mean(result["returns"])) and result["global_step"] == 3 * BATCH
+    assert len(result["lengths"]) == 5 and all(1 <= length <= 20 for length in result["lengths"])
+
+
+def test_evaluation_alone_as_a_process(copied):
+    directory = copied(base)
+    before = files(directory)
+    command = [sys.executable, str(TESTS.parent / "ppo_mlp_gaussian.py"), "--resume", str(directory / "policy.pt")]
+    command += ["--total-timesteps", "0", "--eval-episodes", "7"]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(TESTS)}, cwd=directory.parent)
+    after = files(directory)
+    assert after == before | {"eval.json": after["eval.json"]}
+    assert len(json.loads((directory / "eval.json").read_text())["returns"]) == 7
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+@both
+def test_evaluation_does_not_change_the_training(module, tmp_path):
+    module.train(small_args(module, tmp_path / "without", eval_episodes=0))
+    module.train(small_args(module, tmp_path / "with", eval_episodes=3, eval_interval=1))
+    assert differences(*(trained(load(tmp_path / name)) for name in ("without", "with"))) == []
+    assert [at for at, _ in points(tmp_path / "with")["eval/episodic_return"]] == [64, 128, 192]
+
+
+def test_evaluation_counts_the_first_episodes_started_whatever_the_number_of_environments(copied):
+    directory, returns = copied(base), []
+    for num_workers in (1, 2):
+        args = resume_args(base, directory, total_timesteps=0, eval_episodes=9, num_workers=num_workers)
+        returns.append(base.train(args)["returns"])
+    assert returns[0] == returns[1] and len(set(returns[0])) == 9
+
+
+# Environments in other processes, against one loop in this process
+
+
+def make_healthy():
+    return gym.wrappers.RecordEpisodeStatistics(gym.make("Healthy-v0", disable_env_checker=True))
+
+
+class Reference:
+    """What SubprocVecEnv does, one environment after the other: the order of the draws is part of a seed's meaning."""
+
+    def __init__(self, num_envs, seed):
+        self.envs = [make_healthy() for _ in range(num_envs)]
+        self.generators = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(num_envs)]
+        self.first_seeds = [int(generator.integers(2**31)) for generator in self.generators]
+        for env, generator in zip(self.envs, self.generators):
+            env.action_space.seed(int(generator.integers(2**31)))
+
+    def reset_one(self, i):
+        draw = int(self.generators[i].integers(2**32))
+        random.seed(draw)
+        np.random.seed(draw)
+        seed, self.first_seeds[i] = self.first_seeds[i], None
+        return self.envs[i].reset(seed=seed)[0].astype(np.float32)
+
+    def reset(self):
+        return np.stack([self.reset_one(i) for i in range(len(self.envs))])
+
+    def step(self, actions):
+        obs, final_obs, rewards, terminated, truncated, episodes = [], {}, [], [], [], []
+        for i, env in enumerate(self.envs):
+            o, r, term, trunc, info = env.step(actions[i])
+            rewards.append(r), terminated.append(term), truncated.append(trunc)
+            if term or trunc:
+                final_obs[i] = o.astype(np.float32)
+                episodes.append((float(info["episode"]["r"]), int(info["episode"]["l"])))
+                o = self.reset_one(i)
+            obs.append(o.astype(np.float32))
+        return np.stack(obs), np.float32(rewards), np.array(terminated), np.array(truncated), final_obs, episodes
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 0])
+def test_environments_do_what_a_plain_loop_does(num_workers):
+    reference, actions = Reference(5, [7, 3]), np.random.default_rng(0).uniform(-1, 1, (70, 5, 2)).astype(np.float32)
+    ended = {"terminated": 0, "truncated": 0}
+    with base.SubprocVecEnv(make_healthy, 5, num_workers, [7, 3]) as envs:
+        if num_workers:
+            assert len(envs.processes) == num_workers
+        np.testing.assert_array_equal(envs.reset(), reference.reset())
+        for t, action in enumerate(actions):
+            if t == 33:  # in the middle of an episode
+                np.testing.assert_array_equal(envs.reset(), reference.reset())
+                assert envs.episodes == []
+            *found, episodes = [*envs.step(action), envs.episodes]
+            *expected, final_obs, expected_episodes = reference.step(action)
+            for x, y in zip(found, expected):
+                np.testing.assert_array_equal(x, y)
+            for i, o in final_obs.items():
+                np.testing.assert_array_equal(envs.final_obs[i], o)
+            assert episodes == expected_episodes and all(type(x) is float for x, _ in episodes)
+            ended["terminated"] += found[2].sum()
+            ended["truncated"] += (found[3] & ~found[2]).sum()
+    assert min(ended.values()) >= 3  # both kinds of ending happened
+
+
+def test_environments_return_views_of_shared_memory_in_their_types():
+    with base.SubprocVecEnv(make_healthy, 3, 2, 1) as envs:
+        first = envs.reset()
+        obs, rewards, terminated, truncated = envs.step(np.zeros((3, 2)))
+        assert np.shares_memory(first, obs) and np.shares_memory(obs, envs.obs)
+        kept = obs, rewards, terminated, truncated
+        assert all(np.shares_memory(x, y) for x, y in zip(kept, envs.step(np.zeros((3, 2)))))
+        assert (obs.dtype, rewards.dtype) == (np.float32, np.float32) and envs.final_obs.dtype == np.float32
+        assert terminated.dtype == truncated.dtype == bool
+        assert obs.shape == envs.final_obs.shape == (3, 3) and rewards.shape == terminated.shape == (3,)
+        assert envs.single_observation_space.shape == (3,) and envs.single_action_space.shape == (2,)
+
+
+def test_seeds_share_no_stream():
+    def rows(seed):
+        with base.SubprocVecEnv(make_healthy, 6, 2, seed) as envs:
+            found = [row.tobytes() for row in envs.reset()]
+            for _ in range(20):  # the time limit: everyone has begun another episode
+                envs.step(np.zeros((6, 2)))
+            return found + [row.tobytes() for row in envs.reset()]
+
+    found = {str(seed): rows(seed) for seed in (1, 2, [1, 1], [1, 2], [1, 2**31])}
+    assert len(set(sum(found.values(), []))) == 5 * 12
+    assert rows(1) == found["1"]
+
+
+def raise_in_constructor():
+    """Only in a worker."""
+    name = "Healthy" if multiprocessing.parent_process() is None else "RaiseInConstructor"
+    return gym.make(f"misbehaving:{name}-v0", disable_env_checker=True)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            partial(gym.make, "misbehaving:RaiseInStep-v0"),
+            "environment 1 raised RuntimeError in step: the leg is broken",
+        ),
+        (raise_in_constructor, "environment 0 raised RuntimeError in its constructor: no such robot"),
+    ],
+)
+def test_fault_carries_its_traceback_and_index(make, message):
+    with pytest.raises(base.EnvError) as caught:
+        with base.SubprocVecEnv(make, 4, 2, 1) as envs:
+            envs.reset()
+            for _ in range(misbehaving.FAULT_STEP):
+                envs.step(np.zeros((4, 2)))
+    *lines, last = str(caught.value).splitlines()
+    assert "Traceback (most recent call last):" in lines and any("misbehaving.py" in line for line in lines)
+    assert last == message
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_leave_signals_to_the_parent():
+    with base.SubprocVecEnv(make_healthy, 2, 2, 1) as envs:
+        envs.reset()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            for process in envs.processes:
+                os.kill(process.pid, signum)
+            envs.step(np.zeros((2, 2)))
+        assert all(process.is_alive() for process in envs.processes)
+
+
+def test_close_can_be_called_twice_and_leaves_the_variable_of_threads_alone(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    envs = base.SubprocVecEnv(make_healthy, 2, 2, 1)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    envs.close()
+    envs.close()
+    assert multiprocessing.active_children() == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    base.SubprocVecEnv(make_healthy, 2, 2, 1).close()
+    assert "OMP_NUM_THREADS" not in os.environ
