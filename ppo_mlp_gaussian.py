@@ -40,6 +40,8 @@ import multiprocessing.resource_tracker
 import os
 import platform
 import random
+import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -511,23 +513,23 @@ def check_video(env_id):
         ) from None
 
 
+RESET, STEP, DONE, FAULT = b"r", b"s", b"d", b"f"  # what goes through the pipes
+
+
 def _views(shared):
     return {name: np.frombuffer(memory, dtype).reshape(shape) for name, (memory, dtype, shape) in shared.items()}
 
 
 def _worker(connection, make_env, seeds, first, shared):
-    """Steps the environments `first`, `first + 1`, ...; answers each message with nothing, or with what went wrong."""
+    """Steps the environments `first`, `first + 1`, ... at each byte; answers with one, after a fault with a message."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the parent decides when a run ends
     # End with the parent, even in the middle of a step: its sentinel is ready as soon as it is gone, however it went.
     sentinel = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
-    if sys.platform != "win32":
-        import resource
-
-        # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
-        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     torch.set_num_threads(1)
     view = argparse.Namespace(**_views(shared))
     envs, generators, first_seeds = [], [], {}
@@ -541,33 +543,43 @@ def _worker(connection, make_env, seeds, first, shared):
     def step(i):
         nonlocal doing
         at = first + i
-        obs, view.rewards[at], view.terminated[at], view.truncated[at], info = envs[i].step(view.actions[at].copy())
-        episode = info.get("episode", {"r": 0.0, "l": 0})
-        view.episode_returns[at], view.episode_lengths[at] = episode["r"], episode["l"]
-        if view.terminated[at] or view.truncated[at]:
+        obs, view.rewards[at], terminated, truncated, info = envs[i].step(view.actions[at].copy())
+        view.terminated[at], view.truncated[at], view.episode_lengths[at] = terminated, truncated, 0
+        if "episode" in info:
+            view.episode_returns[at], view.episode_lengths[at] = info["episode"]["r"], info["episode"]["l"]
+        if terminated or truncated:
             view.final_obs[at] = obs
             doing = "reset"
             reset(i)
         else:
             view.obs[at] = obs
 
-    i, doing = 0, "its constructor"
+    i, doing, pipe = 0, "its constructor", connection.fileno()
     try:
         for i, seed in enumerate(seeds):
             generators.append(np.random.default_rng(seed))
             first_seeds[i] = int(generators[i].integers(2**31))
             envs.append(make_env())
             envs[i].action_space.seed(int(generators[i].integers(2**31)))
-        answer = b""
+        # Raw bytes, and up to 0.2 ms of asking for the next before sleeping: to wake a process takes 0.05 ms.
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
         while True:
-            connection.send_bytes(answer)
-            command = connection.recv_bytes()
+            os.write(pipe, DONE)
+            for _ in range(200):
+                if poll.poll(0):
+                    break
+                os.sched_yield()
+            command = os.read(pipe, 1)
+            if not command:
+                break  # the parent is done with these environments
             for i in range(len(envs)):
-                doing = command.decode()
-                (reset if command == b"reset" else step)(i)
+                doing = "reset" if command == RESET else "step"
+                (reset if command == RESET else step)(i)
     except BaseException as error:
         message = f"{traceback.format_exc()}\nenvironment {first + i} raised {type(error).__name__} in {doing}: {error}"
-        with suppress(OSError):  # the pipe is broken: the parent is done with these environments
+        with suppress(OSError):  # the pipe is broken if the parent is done with these environments
+            os.write(pipe, FAULT)
             connection.send_bytes(message.encode())
     with suppress(Exception):
         for env in envs:
@@ -590,7 +602,7 @@ class SubprocVecEnv:
         env = make_env()
         self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         env.close()
-        # forkserver: workers start from a process that has the imports and no threads. Windows has only spawn.
+        # forkserver: workers start from a process that has the imports and no threads.
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context = multiprocessing.get_context(method)
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
@@ -643,14 +655,14 @@ class SubprocVecEnv:
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
-        self._command(b"reset")
+        self._command(RESET)
         self.episodes = []
         self._check_finite("an observation", self.obs)
         return self.obs
 
     def step(self, actions):
         self.actions[:] = actions
-        self._command(b"step")
+        self._command(STEP)
         ended = self.episode_lengths > 0
         self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))
         self._check_finite("a reward", self.rewards)
@@ -662,20 +674,22 @@ class SubprocVecEnv:
     def _command(self, command):
         for connection in self.connections:
             with suppress(ConnectionError):  # of a worker that died: noticed below
-                connection.send_bytes(command)
+                os.write(connection.fileno(), command)
         self._receive()
 
     def _receive(self):
         for part, connection, process in zip(self.slices, self.connections, self.processes):
             try:
-                message = connection.recv_bytes()
+                answer = os.read(connection.fileno(), 1)
+                if answer == FAULT:
+                    raise EnvError(connection.recv_bytes().decode())
             except (EOFError, ConnectionError):
+                answer = b""
+            if not answer:
                 process.join(1)
                 code = process.exitcode
                 cause = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
-                raise EnvError(f"the process of environments {part[0]} to {part[-1]} {cause}") from None
-            if message:
-                raise EnvError(message.decode())
+                raise EnvError(f"the process of environments {part[0]} to {part[-1]} {cause}")
 
     def _check_finite(self, what, array):
         if array.dtype.kind == "f" and not np.isfinite(array).all():
