@@ -365,7 +365,7 @@ def discounted_returns(rewards, done, running, gamma):
 
 def clipped_policy_loss(ratio, advantages, clip_coef):
     """-min(ratio A, clip(ratio) A): zero gradient where the ratio is out of range on the side that A pushes it to."""
-    return torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef))
+    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)
 
 
 def clipped_value_loss(new_values, values, returns, clip_coef):
