@@ -51,6 +51,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections import deque
 from contextlib import redirect_stdout, suppress
@@ -154,9 +155,9 @@ class Args:
     """alpha and beta of every action's Beta at the start (at least 1.01); the paper does not say"""
 
 
-def make_env(env_id, evaluation=False, video_folder=None):
+def make_env(env_id, eval_episodes=0, video_folder=None):
     """One environment; exits with one line if this script can't drive it."""
-    env = gym_make(env_id, evaluation, video_folder)
+    env = gym_make(env_id, eval_episodes, video_folder)
     for name, space in (("observation", env.observation_space), ("action", env.action_space)):
         if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
             raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; this script needs a flat Box")
@@ -440,7 +441,7 @@ def evaluate(agent, args, device, video_folder=None):
     if args.eval_episodes == 0:
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, args.eval_episodes)
-    make = partial(make_env, args.env_id, evaluation=True, video_folder=video_folder)
+    make = partial(make_env, args.env_id, args.eval_episodes, video_folder)
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
         obs = envs.reset()
         memory, first = agent.memory(num_envs), np.ones(num_envs, bool)
@@ -560,10 +561,11 @@ class EnvError(RuntimeError):
     """An environment or the process that steps it failed; says which one, with the environment's own traceback."""
 
 
-def gym_make(env_id, evaluation=False, video_folder=None):
+def gym_make(env_id, eval_episodes=0, video_folder=None):
     """gymnasium.make for HumanoidBench's ids too, in silence, with one line where it fails; reports raw full episodes.
 
-    In an evaluation an environment without a time limit of its own gets one of 27000 steps.
+    For an evaluation of `eval_episodes` an environment without a time limit of its own gets one of 27000 steps; that
+    many episodes are recorded in `video_folder`.
     """
     hint = ""
     with redirect_stdout(io.StringIO()):
@@ -584,11 +586,12 @@ def gym_make(env_id, evaluation=False, video_folder=None):
                 traceback.print_exc()  # its constructor's own fault
             message = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise SystemExit(f"--env-id {env_id}: {message}{hint}") from None
-    if evaluation and env.spec.max_episode_steps is None:
+    if eval_episodes and env.spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, 27000)
     env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_folder:
-        env = gym.wrappers.RecordVideo(env, video_folder, episode_trigger=lambda _: True, disable_logger=True)
+        with warnings.catch_warnings(action="ignore"):  # that the folder exists
+            env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
     return env
 
 
@@ -596,7 +599,7 @@ def check_video(env_id):
     """Exits with one line where frames can't be rendered or encoded: better now than after the training."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            env = gym_make(env_id, video_folder=folder)
+            env = gym_make(env_id, 1, folder)
             env.reset()
             env.close()
     except Exception as error:
@@ -1007,9 +1010,12 @@ class Run:
                 f"--resume {self.args.resume}: a policy without optimizer and random states can only be evaluated "
                 "(--total-timesteps 0); training goes on from checkpoint.pt"
             )
-        for name, part in self.parts.items():
-            if name in checkpoint:
-                part.load_state_dict(checkpoint[name])
+        try:
+            for name in self.parts.keys() & checkpoint.keys():
+                self.parts[name].load_state_dict(checkpoint[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SystemExit(f"--resume {self.args.resume}: of another version of this script ({reason})") from None
         if "rng" in checkpoint:
             np.random.set_state(tuple(checkpoint["rng"]["numpy"]))
             torch.set_rng_state(checkpoint["rng"]["torch"])

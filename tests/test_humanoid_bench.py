@@ -1,0 +1,47 @@
+"""The flagship on the real HumanoidBench; skipped where that is not installed."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import ppo_interleaved_gru_beta as ppo
+
+pytest.importorskip("humanoid_bench")
+IDS = ["h1hand-walk-v0", "h1hand-sit_hard-v0", "h1hand-bookshelf_simple-v0", "h1hand-truck-v0", "h1-walk-v0"]
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_trains_and_evaluates(env_id, tmp_path, capfd):
+    args = ppo.Args(
+        env_id=env_id, total_timesteps=64, num_envs=2, num_steps=16, num_minibatches=2, update_epochs=1, num_workers=1,
+        eval_episodes=0, hidden_size=16, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    result = ppo.train(args)
+    assert result["status"] == "finished" and result["global_step"] == 64
+    printed = capfd.readouterr().out.splitlines()
+    assert len(printed) == 3 and printed[-1].startswith("finished")  # two iterations; no word of HumanoidBench's own
+
+
+def test_a_worker_can_hold_more_environments_than_files_may_usually_be_open():
+    make = partial(ppo.make_env, "h1hand-walk-v0")  # each keeps 72 mesh files open; the usual limit is 1024
+    with ppo.SubprocVecEnv(make, 16, 1, 1) as envs:
+        assert np.isfinite(envs.reset()).all()
+
+
+def test_the_same_seed_places_the_same_objects():
+    """HumanoidBench draws where the chair stands from numpy's global generator."""
+    make = partial(ppo.make_env, "h1hand-sit_hard-v0")
+    observations = []
+    for num_workers in (1, 2):
+        with ppo.SubprocVecEnv(make, 2, num_workers, 3) as envs:
+            steps = [envs.reset().copy()]
+            steps += [envs.step(np.zeros((2, 61), np.float32))[0].copy() for _ in range(5)]
+            observations.append(np.stack([*steps, envs.reset().copy()]))
+    assert np.array_equal(*observations)
+    assert not np.array_equal(observations[0][0], observations[0][-1])
+
+
+def test_a_task_without_a_model_is_one_line():
+    with pytest.raises(SystemExit, match="--env-id h1-bookshelf_hard-v0"):
+        ppo.make_env("h1-bookshelf_hard-v0")
