@@ -880,11 +880,6 @@ class Run:
             self._load(self.checkpoint)
         if self.args.total_timesteps == 0:
             return
-        if self.args.total_timesteps % self.batch_size:
-            left = self.args.total_timesteps % self.batch_size
-            print(
-                f"the last {left} of {self.args.total_timesteps} steps are left out: an iteration is {self.batch_size}"
-            )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / "args.json").write_text(json.dumps(vars(self.args), indent=2) + "\n")
@@ -902,6 +897,11 @@ class Run:
                 config=vars(self.args),
                 sync_tensorboard=True,
             )
+        plan = f"{self.directory}: {self.num_iterations} iterations of {self.batch_size} steps on {self.device}"
+        left = self.args.total_timesteps % self.batch_size
+        print(
+            plan + (f"; the last {left} of {self.args.total_timesteps} steps are left out" if left else ""), flush=True
+        )
         # What an earlier start logged after the checkpoint, or without ever saving one, is dropped.
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if self.checkpoint else 0)
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())

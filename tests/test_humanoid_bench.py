@@ -20,7 +20,7 @@ def test_trains_and_evaluates(env_id, tmp_path, capfd):
     result = ppo.train(args)
     assert result["status"] == "finished" and result["global_step"] == 64
     printed = capfd.readouterr().out.splitlines()
-    assert len(printed) == 3 and printed[-1].startswith("finished")  # two iterations; no word of HumanoidBench's own
+    assert len(printed) == 4 and printed[-1].startswith("finished")  # the plan, two iterations; no word of theirs
 
 
 def test_a_worker_can_hold_more_environments_than_files_may_usually_be_open():
