@@ -167,6 +167,11 @@ def run_copy(finished_run, tmp_path):
     return shutil.copytree(finished_run, tmp_path / "copy")
 
 
+def test_what_a_budget_leaves_out_is_printed(tmp_path, capsys):
+    base.train(small_args(base, tmp_path / "run", total_timesteps=BATCH + 10))
+    assert f"the last 10 of {BATCH + 10} steps are left out" in capsys.readouterr().out.splitlines()[0]
+
+
 # Environments and the processes that step them
 
 FAULTS = {
