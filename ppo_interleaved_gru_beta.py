@@ -327,7 +327,8 @@ class Agent(nn.Module):
         `first` [num_envs] says which environments have just been reset; `memory` comes from `memory(num_envs)`.
         """
         memory.append(obs, first)
-        states, actions, age = memory.windows(memory.states, memory.envs * 0 + memory.row, memory.envs)
+        rows = torch.full_like(memory.envs, memory.row)
+        states, actions, age = memory.windows(memory.states, rows, memory.envs)
         alpha, beta, _, _ = self(self.obs_norm(states), actions, age)
         memory.actions[memory.row] = inside(alpha / (alpha + beta))
         return self.to_env(memory.actions[memory.row])

@@ -155,16 +155,8 @@ def test_discounted_returns_restart_with_each_episode():
 
 
 @pytest.mark.parametrize("flags", [{}, {"fixed_std": 0.1, "scale_actions": True, "final_tanh": True}])
-def test_first_minibatch_has_ratio_one_in_training(flags, monkeypatch, tmp_path):
-    ratios = []
-    gradient = ppo.minibatch_gradient
-
-    def spy(*inputs):
-        log_ratio, losses = gradient(*inputs)
-        ratios.append(log_ratio.exp())
-        return log_ratio, losses
-
-    monkeypatch.setattr(ppo, "minibatch_gradient", spy)
+def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
+    ratios = record_ratios(ppo)
     args = ppo.Args(
         env_id="Hopper-v5", total_timesteps=512, num_envs=2, num_steps=128, num_minibatches=4, update_epochs=2,
         num_workers=1, eval_episodes=0, run_dir=str(tmp_path / "run"), **flags,

@@ -191,16 +191,8 @@ def test_greedy_actions_are_the_mean_of_the_remembered_window():
 
 
 @pytest.mark.parametrize("flags", [{}, {"interleave": False}, {"window": 1}])
-def test_first_minibatch_has_ratio_one_in_training(flags, monkeypatch, tmp_path):
-    ratios = []
-    gradient = ppo.minibatch_gradient
-
-    def spy(*inputs):
-        log_ratio, losses = gradient(*inputs)
-        ratios.append(log_ratio.exp())
-        return log_ratio, losses
-
-    monkeypatch.setattr(ppo, "minibatch_gradient", spy)
+def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
+    ratios = record_ratios(ppo)
     args = ppo.Args(
         env_id="Hopper-v5", total_timesteps=512, num_envs=4, num_steps=64, num_minibatches=4, update_epochs=2,
         num_workers=1, eval_episodes=0, hidden_size=16, run_dir=str(tmp_path / "run"), **flags,
