@@ -1,0 +1,294 @@
+#!/usr/bin/env bash
+# Sweeps: every combination of environments and seeds as one run, on this machine or on a Slurm cluster.
+#
+#   ./benchmark.sh ppo_mlp_gaussian.py --env-ids HalfCheetah-v5 Hopper-v5 --seeds 5 -- --total-timesteps 1000000
+#   ./benchmark.sh base             a suite: the runs behind one table of results/README.md
+#   ./benchmark.sh base --keep      its finished runs as small copies in results/runs/base, its table and its figure
+#
+#   --env-ids ID...         the environments              --seeds N      seeds 1 to N (default 1)
+#   --runs DIR              where the runs are kept (default runs)
+#   --workers N             runs side by side, the cores shared out among them (default: one run a core)
+#   --dry-run               print the commands, and where each run stands, and do nothing
+#   --launcher local|slurm  here (default), or as one job array of a Slurm cluster; --workers then limits how many run at
+#                           once, and --time --partition --gpus --cpus-per-task --mem --account go to sbatch
+#   -- FLAGS                go to the script
+#
+# A run is its directory, RUNS/{env_id}__{script}__{hash of the flags}__{seed}; its log is beside it. Started again, the
+# same command skips what is finished (or diverged), resumes what was stopped, and tries again what failed. Ctrl-C stops
+# every run after saving it. The exit code is 0 when every run has ended, 1 when one failed. PYTHON names the Python.
+set -euo pipefail
+
+here=$(dirname "$0")
+here=${here#.}
+here=${here:+$here/}
+python=${PYTHON:-python}
+if [[ -z ${PYTHON:-} && -x ${here}.venv/bin/python ]]; then python=${here}.venv/bin/python; fi
+
+usage() {
+  sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' "$0"
+}
+
+die() {
+  echo "benchmark.sh: $*" >&2
+  exit 2
+}
+
+scripts=() env_ids=() seeds=() flags=() # of each run; its flags quoted for the shell
+
+# sweep SCRIPT "ENV_ID..." SEEDS FLAG...: adds a run for each environment and seed.
+sweep() {
+  local script=$1 ids=$2 last=$3 env_id seed quoted=""
+  shift 3
+  if (($#)); then quoted=$(printf ' %q' "$@"); fi
+  for env_id in $ids; do
+    for ((seed = 1; seed <= last; seed++)); do
+      scripts+=("$script") env_ids+=("$env_id") seeds+=("$seed") flags+=("$quoted")
+    done
+  done
+}
+
+# The suites: one for each table of results/README.md.
+suite() {
+  case $1 in
+    base)
+      sweep "${here}ppo_mlp_gaussian.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3
+      ;;
+    base-report) # the course report's tasks
+      local short=(--total-timesteps 100000 --eval-episodes 100)
+      sweep "${here}ppo_mlp_gaussian.py" InvertedPendulum-v5 5 "${short[@]}"
+      sweep "${here}ppo_mlp_gaussian.py" Reacher-v5 5 "${short[@]}" \
+        --fixed-std 0.1 --scale-actions --learning-rate 1e-3 --gamma 0.9 --no-clip-vloss
+      sweep "${here}ppo_mlp_gaussian.py" Pendulum-v1 5 "${short[@]}" \
+        --scale-actions --learning-rate 1e-3 --gamma 0.9 --no-clip-vloss
+      ;;
+    humanoid)
+      sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 1000000 --num-steps 128 \
+        --num-minibatches 16 --update-epochs 5 --reward-scale 0.04 --entropy-mean --init-concentration 11
+      ;;
+    *) die "no suite '$1' (nor a script, which ends in .py); the suites: base base-report humanoid" ;;
+  esac
+}
+
+# The flags of a run in one order, so that the order in which they were typed is no other run.
+hash_of() {
+  echo "${1// --/$'\n'--}" | LC_ALL=C sort | sha1sum | cut -c 1-8
+}
+
+directory() {
+  local name
+  name=${env_ids[$1]}__$(basename "${scripts[$1]}" .py)__$(hash_of "${flags[$1]}")__${seeds[$1]}
+  echo "$runs/${name//[\/:]/-}"
+}
+
+# finished, diverged, stopped (it has a checkpoint) or new
+state() {
+  if [[ -f $1/result.json ]]; then
+    if grep -q '"status": "diverged"' "$1/result.json"; then echo diverged; else echo finished; fi
+  elif [[ -f $1/checkpoint.pt ]]; then
+    echo stopped
+  else
+    echo new
+  fi
+}
+
+# The command of a run: from the start, or on from its checkpoint.
+command_of() {
+  local directory
+  directory=$(directory "$1")
+  if [[ $(state "$directory") == stopped ]]; then
+    printf '%q %q --resume %q' "$python" "${scripts[$1]}" "$directory"
+  else
+    printf '%q %q --env-id %q --seed %q --run-dir %q%s' \
+      "$python" "${scripts[$1]}" "${env_ids[$1]}" "${seeds[$1]}" "$directory" "${flags[$1]}"
+  fi
+}
+
+# Becomes the run, on the given cores (all if none are given), with its output in its log.
+become() {
+  local log
+  log=$(directory "$1").log
+  exec 9>>"$log" >>"$log" 2>&1
+  flock -w 10 9 || die "another process works at this run"
+  if [[ -n ${2:-} ]]; then exec taskset -c "$2" bash -c "exec $(command_of "$1")"; fi
+  exec bash -c "exec $(command_of "$1")"
+}
+
+# One line that stays at the bottom of a terminal; elsewhere one line for each run that ended.
+finished=0 diverged=0 failed=()
+report() {
+  local line="${#scripts[@]} runs: $finished finished, ${#running[@]} running, ${#failed[@]} failed"
+  if ((diverged)); then line+=", $diverged diverged"; fi
+  if [[ -t 1 ]]; then
+    printf '\r\033[K%s%s' "${1:+$1$'\n'}" "$line"
+  elif [[ -n ${1:-} ]]; then
+    echo "$1 ($line)"
+  fi
+}
+
+# Waits until a run ends (or a signal comes), and counts it.
+declare -A running=() slot_of=()
+await_one() {
+  local pid="" code=0 i
+  wait -n -p pid || code=$?
+  if [[ -z ${pid:-} ]]; then return; fi
+  i=${running[$pid]}
+  free+=("${slot_of[$pid]}")
+  unset "running[$pid]"
+  case $(state "$(directory "$i")") in
+    finished) finished=$((finished + 1)) && report "finished $(directory "$i")" ;;
+    diverged) diverged=$((diverged + 1)) && report "diverged $(directory "$i")" ;;
+    *)
+      if ((!stopped)); then
+        failed+=("$i")
+        report "failed $(directory "$i") (exit code $code)"
+      fi
+      ;;
+  esac
+}
+
+stop() {
+  stopped=$1
+  if ((${#running[@]})); then kill -TERM "${!running[@]}" 2>/dev/null || true; fi
+}
+
+run_here() {
+  local cores i slot mine k
+  mapfile -t cores < <("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
+  workers=${workers:-${#cores[@]}}
+  stopped=0
+  trap 'stop 130' INT
+  trap 'stop 143' TERM
+  free=()
+  for ((slot = 0; slot < workers; slot++)); do free+=("$slot"); done
+  report
+  for i in "${todo[@]}"; do
+    while ((!${#free[@]} && !stopped)); do await_one; done
+    if ((stopped)); then break; fi
+    slot=${free[0]} free=("${free[@]:1}")
+    mine=""
+    for ((k = slot % ${#cores[@]}; k < ${#cores[@]}; k += workers)); do mine+=,${cores[k]}; done
+    become "$i" "${mine#,}" &
+    running[$!]=$i slot_of[$!]=$slot
+    report
+  done
+  while ((${#running[@]})); do await_one; done
+  if [[ -t 1 ]]; then echo; fi
+  for i in "${failed[@]}"; do
+    printf '\nfailed: %s\n' "$(command_of "$i")"
+    tail -n 5 "$(directory "$i").log" | sed 's/^/    /'
+  done
+  if ((stopped)); then
+    echo "stopped; the same command goes on"
+    exit "$stopped"
+  fi
+  if ((${#failed[@]})); then exit 1; fi
+}
+
+# One job array for every run that has not ended. Slurm sends the batch script a TERM two minutes before the time is up
+# or when the job is preempted.
+run_on_slurm() {
+  if ! command -v sbatch >/dev/null; then die "--launcher slurm: there is no sbatch here"; fi
+  if ((!${#todo[@]})); then echo "every run has ended" && return; fi
+  local array
+  array=$(IFS=, && echo "${todo[*]}")
+  sbatch --requeue --open-mode=append --signal=B:TERM@120 --job-name="$what" --array="$array${workers:+%$workers}" \
+    --output="$runs/slurm-%A_%a.log" "${slurm[@]}" --wrap "exec $(printf '%q ' "$0" "$what" --task "${arguments[@]}")"
+}
+
+# One task of that array: the run, until it ends or Slurm wants the machine back; then it is queued again and resumes.
+run_task() {
+  local i=$SLURM_ARRAY_TASK_ID pid code=0
+  case $(state "$(directory "$i")") in finished | diverged) return ;; esac
+  stopped=0
+  trap 'stopped=1; kill -TERM "$pid"' TERM
+  become "$i" &
+  pid=$!
+  wait "$pid" || code=$?
+  while kill -0 "$pid" 2>/dev/null; do wait "$pid" || code=$?; done # a signal ends a wait before the run does
+  case $(state "$(directory "$i")") in finished | diverged) return ;; esac
+  if ((stopped)); then
+    echo "stopped by Slurm: queued again"
+    trap '' TERM # which comes with the requeue
+    scontrol requeue "${SLURM_ARRAY_JOB_ID}_$i"
+  fi
+  tail -n 5 "$(directory "$i").log"
+  exit "$code"
+}
+
+ids=() number_of_seeds=1 given=() runs=runs workers="" launcher=local slurm=() dry_run="" keep="" task=""
+if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then usage && exit; fi
+what=$1
+shift
+arguments=("$@")
+while (($#)); do
+  case $1 in
+    --env-ids)
+      while (($# > 1)) && [[ $2 != --* ]]; do ids+=("$2") && shift; done
+      ;;
+    --seeds | --runs | --workers | --launcher | --time | --partition | --gpus | --cpus-per-task | --mem | --account)
+      (($# > 1)) || die "$1 needs a value"
+      case $1 in
+        --seeds) number_of_seeds=$2 ;;
+        --runs) runs=$2 ;;
+        --workers) workers=$2 ;;
+        --launcher) launcher=$2 ;;
+        *) slurm+=("$1=$2") ;;
+      esac
+      shift
+      ;;
+    --dry-run) dry_run=yes ;;
+    --keep) keep=yes ;;
+    --task) task=yes ;;
+    --)
+      shift
+      given=("$@")
+      break
+      ;;
+    *) die "unknown argument $1 (flags of the script come after --)" ;;
+  esac
+  shift
+done
+for number in "$number_of_seeds" ${workers:+"$workers"}; do
+  [[ $number =~ ^[1-9][0-9]*$ ]] || die "$number: --seeds and --workers take a whole number from 1 on"
+done
+if [[ $launcher != local && $launcher != slurm ]]; then die "--launcher $launcher: local or slurm"; fi
+if [[ $launcher == local ]] && ((${#slurm[@]})); then die "${slurm[0]} is for --launcher slurm"; fi
+
+if [[ $what == *.py ]]; then
+  [[ -f $what ]] || die "no script $what"
+  ((${#ids[@]})) || die "--env-ids names no environment"
+  if [[ -n $keep ]]; then die "--keep is for suites; plot_runs.py --keep DIR keeps any runs"; fi
+  sweep "$what" "${ids[*]}" "$number_of_seeds" "${given[@]}"
+else
+  if ((${#ids[@]} + ${#given[@]} + number_of_seeds > 1)); then die "a suite has its own environments, seeds and flags"; fi
+  suite "$what"
+fi
+
+todo=()
+for i in "${!scripts[@]}"; do
+  run=$(directory "$i") state=$(state "$(directory "$i")")
+  if [[ -n $dry_run ]]; then echo "$(command_of "$i")  # $state"; fi
+  case $state in
+    finished) finished=$((finished + 1)) ;;
+    diverged) diverged=$((diverged + 1)) ;;
+    *) todo+=("$i") ;;
+  esac
+  directories[i]=$run
+done
+if [[ -n $dry_run ]]; then exit; fi
+if [[ -n $keep ]]; then
+  kept=()
+  for run in "${directories[@]}"; do if [[ -d $run ]]; then kept+=("$run"); fi; done
+  ((${#kept[@]})) || die "$what has no run in $runs yet"
+  "$python" "${here}plot_runs.py" "${kept[@]}" --keep "${here}results/runs/$what"
+  "$python" "${here}plot_runs.py" "${here}results/runs/$what" --out "${here}results/figures/$what.png"
+  exit
+fi
+mkdir -p "$runs"
+if [[ -n $task ]]; then
+  run_task
+elif [[ $launcher == slurm ]]; then
+  run_on_slurm
+else
+  run_here
+fi

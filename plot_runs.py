@@ -1,0 +1,274 @@
+"""Learning curves and a table of results, from the runs of these scripts and of CleanRL's.
+
+    python plot_runs.py runs --out figure.png                    every run below runs/, one panel an environment
+    python plot_runs.py results/runs/base --x minutes --out figure.png
+    python plot_runs.py runs/Hopper-v5__* --keep results/runs/hopper     small copies, fit to be committed
+
+One colour is one variant: the runs of one script whose flags agree but for the seed. It is named by its --exp-name and,
+where that is not enough, by the flags that tell it apart. From 5 seeds on a curve is the mean with the 95% bootstrap
+interval; with fewer, every seed is drawn. Published results from results/references.json are dashed lines. The table on
+standard output has, over the seeds, each run's mean return of its last 100 training episodes, and of its evaluation.
+"""
+
+import argparse
+import csv
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import EngFormatter
+from scipy import stats
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.compat.proto.event_pb2 import SessionLog
+
+# Flags that two runs of one variant may differ in.
+NOT_THE_VARIANT = {
+    "seed", "env_id", "run_dir", "resume", "torch_deterministic", "cuda", "num_workers", "checkpoint_interval", "track",
+    "wandb_project_name", "wandb_entity", "capture_video", "eval_episodes", "eval_interval",
+}  # fmt: skip
+EVENTS = "events.out.tfevents.*"
+MANY_SEEDS = 5  # from here on a mean and an interval say more than every seed
+
+
+@dataclass
+class Run:
+    """One run; `points` is [episodes or bins, 3]: global step, minutes of running, episodic return."""
+
+    directory: Path
+    env_id: str
+    seed: int
+    args: dict
+    points: np.ndarray
+    status: str
+    training: float
+    evaluation: float
+    steps_per_second: float
+    variant: str = ""
+
+
+def read_events(directory):
+    """Every episode that a run's event files hold, [episodes, 3], and the text of its hyperparameters.
+
+    A resumed run has several files. Each begins by saying which steps of the earlier ones it takes back; its minutes
+    go on where those ended, so that the time between a stop and a resume does not count.
+    """
+    points, text, offset = [], "", 0.0
+    for file in sorted(directory.glob(EVENTS)):
+        start = None
+        for event in LegacyEventFileLoader(str(file)).Load():
+            start = event.wall_time if start is None else start
+            if event.session_log.status == SessionLog.START:
+                points = [point for point in points if point[0] < event.step]
+                offset = points[-1][1] if points else 0.0
+            for value in event.summary.value:
+                if value.tag == "charts/episodic_return":
+                    points.append((event.step, offset + (event.wall_time - start) / 60, value.simple_value))
+                elif value.tag.startswith("hyperparameters"):
+                    text = value.tensor.string_val[0].decode()
+        offset = points[-1][1] if points else 0.0
+    return np.array(points, np.float64).reshape(-1, 3), text
+
+
+def read_run(directory):
+    """The run that a directory holds, in full (event files) or kept (curve.csv)."""
+    if (directory / "curve.csv").exists():
+        points, text = np.loadtxt(directory / "curve.csv", delimiter=",", skiprows=1, ndmin=2).reshape(-1, 3), ""
+    else:
+        points, text = read_events(directory)
+    result = json.loads((directory / "result.json").read_text()) if (directory / "result.json").exists() else {}
+    if (directory / "args.json").exists():
+        args, status = json.loads((directory / "args.json").read_text()), result.get("status", "unfinished")
+    else:  # CleanRL's: the flags are a table in the event file, and nothing says that the run ended
+        args, status = dict(re.findall(r"^\|(\w+)\|(.*)\|$", text, re.MULTILINE)), "finished"
+    if "env_id" not in args:
+        return None
+    training = result.get("mean_return_last_100")
+    if training is None:
+        training = points[-100:, 2].mean() if len(points) else math.nan
+    minutes = points[-1, 1] if len(points) else 0
+    speed = result.get("steps_per_second") or (points[-1, 0] / minutes / 60 if minutes else math.nan)
+    evaluation = np.mean(result["eval_returns"]) if result.get("eval_returns") else math.nan
+    return Run(directory, args["env_id"], int(args["seed"]), args, points, status, training, evaluation, speed)
+
+
+def find_runs(paths):
+    """Every run at or below the paths, in the order of their names."""
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise SystemExit(f"{path}: no such directory")
+    marks = [mark for path in map(Path, paths) for name in (EVENTS, "curve.csv") for mark in path.rglob(name)]
+    runs = [read_run(directory) for directory in sorted({mark.parent for mark in marks})]
+    return [run for run in runs if run is not None]
+
+
+def name_variants(runs):
+    """Sets each run's `variant`: its --exp-name, and the flags that tell it from others of that name and environment.
+
+    Flags that only some of the runs know are left out: a script that gained a flag is still the same variant.
+    """
+    for env_id in {run.env_id for run in runs}:
+        for exp_name in {run.args["exp_name"] for run in runs if run.env_id == env_id}:
+            group = [run for run in runs if (run.env_id, run.args["exp_name"]) == (env_id, exp_name)]
+            common = set.intersection(*(set(run.args) for run in group)) - NOT_THE_VARIANT
+            telling = [flag for flag in group[0].args if flag in common and len({str(r.args[flag]) for r in group}) > 1]
+            for run in group:
+                run.variant = " ".join([exp_name, *(f"{flag}={run.args[flag]}" for flag in telling)])
+
+
+def binned(points, edges, column):
+    """Means of the returns between the edges [bins + 1] of a column, nan where there are none: [bins]"""
+    sums, _ = np.histogram(points[:, column], edges, weights=points[:, 2])
+    counts, _ = np.histogram(points[:, column], edges)
+    return np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+
+def interval(values):
+    """95% percentile bootstrap interval of the mean, of [seeds] or [seeds, bins]."""
+    with np.errstate(invalid="ignore"):
+        result = stats.bootstrap((values,), np.mean, axis=0, n_resamples=2000, method="percentile", rng=0)
+    return result.confidence_interval
+
+
+def groups(runs):
+    """{(env_id, variant): its runs}, in the order of their first appearance."""
+    found = {}
+    for run in runs:
+        found.setdefault((run.env_id, run.variant), []).append(run)
+    return found
+
+
+def table(runs):
+    """The results as lines of a Markdown table; below it what has no finished episode, and what is not finished."""
+
+    def number(value):
+        return f"{value:.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
+
+    yield "| environment | variant | seeds | mean | IQM | 95% interval, or each seed | evaluation | steps/s |"
+    yield "|-|-|-|-|-|-|-|-|"
+    for (env_id, variant), group in groups([run for run in runs if math.isfinite(run.training)]).items():
+        values = np.array([run.training for run in sorted(group, key=lambda run: run.seed)])
+        evaluations = np.array([run.evaluation for run in group])
+        if len(values) >= MANY_SEEDS:
+            spread = "{} to {}".format(*map(number, interval(values)))
+        else:
+            spread = ", ".join(map(number, values))
+        yield (
+            "| "
+            + " | ".join(
+                [
+                    env_id,
+                    variant,
+                    str(len(values)),
+                    number(values.mean()),
+                    number(stats.trim_mean(values, 0.25)) if len(values) >= MANY_SEEDS else "-",
+                    spread,
+                    f"{number(evaluations.mean())} ± {number(evaluations.std(ddof=1))}"
+                    if len(group) > 1
+                    else number(evaluations[0]),
+                    number(np.mean([run.steps_per_second for run in group])),
+                ]
+            )
+            + " |"
+        )
+    notes = [f"- {run.status}: {run.directory}" for run in runs if run.status != "finished"]
+    notes += [f"- no finished episode: {run.directory}" for run in runs if not math.isfinite(run.training)]
+    if notes:
+        yield "\n" + "\n".join(notes)
+
+
+def draw(runs, references, axis, out):
+    """One panel an environment, one colour a variant, dashed lines for published results."""
+    runs = [run for run in runs if len(run.points)]
+    if not runs:
+        raise SystemExit("no run has a finished episode: nothing to draw")
+    environments, variants = (list(dict.fromkeys(getattr(run, name) for run in runs)) for name in ("env_id", "variant"))
+    column, columns = ("steps", "minutes").index(axis), min(3, len(environments))
+    rows = math.ceil(len(environments) / columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.3 * rows + 0.4), squeeze=False)
+    colours = {variant: plt.get_cmap("tab10")(i % 10) for i, variant in enumerate(variants)}
+    lines = {}
+    for env_id, panel in zip(environments, panels.flat):
+        longest = max(run.points[-1, column] for run in runs if run.env_id == env_id)
+        edges = np.linspace(0, longest, 101)
+        centres = (edges[1:] + edges[:-1]) / 2
+        for (_, variant), group in groups([run for run in runs if run.env_id == env_id]).items():
+            curves = []
+            for run in group:
+                means = binned(run.points, edges, column)
+                seen = np.isfinite(means)  # bins without an episode are bridged, not those before the first or last
+                curves.append(np.interp(centres, centres[seen], means[seen], left=np.nan, right=np.nan))
+            curves, colour = np.array(curves), colours[variant]
+            if len(curves) < MANY_SEEDS:
+                for curve in curves:
+                    (lines[variant],) = panel.plot(centres, curve, color=colour, linewidth=1, alpha=0.8)
+            else:
+                whole = np.isfinite(curves).all(0)
+                (lines[variant],) = panel.plot(centres[whole], curves[:, whole].mean(0), color=colour, linewidth=1.5)
+                low, high = interval(curves[:, whole])
+                panel.fill_between(centres[whole], low, high, color=colour, alpha=0.2, linewidth=0)
+        for reference, style in zip(references.get(env_id, []), [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2))] * 3):
+            panel.axhline(reference["return"], color="0.35", linewidth=1, linestyle=style, label=reference["label"])
+        if references.get(env_id):
+            panel.legend(fontsize=7, loc="lower right", framealpha=0.6)
+        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        panel.set(title=env_id, xlabel="environment steps" if axis == "steps" else "minutes", ylabel="episodic return")
+        panel.grid(alpha=0.25)
+    for panel in list(panels.flat)[len(environments) :]:
+        panel.set_visible(False)
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=min(3, len(lines)), fontsize=8)
+    figure.set_layout_engine("constrained")
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+
+
+def keep(runs, destination):
+    """Small copies of finished runs: args.json, result.json and curve.csv, at most 200 means over equal step ranges."""
+    for run in runs:
+        if run.status == "unfinished":
+            print(f"not kept, unfinished: {run.directory}", file=sys.stderr)
+            continue
+        directory = Path(destination) / run.directory.name
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("args.json", "result.json"):
+            saved = json.loads((run.directory / name).read_text())
+            saved.get("args", saved)["run_dir"] = f"runs/{run.directory.name}"  # wherever it was: no machine's paths
+            (directory / name).write_text(json.dumps(saved, indent=2) + "\n")
+        end = json.loads((run.directory / "result.json").read_text())["global_step"]
+        bins = np.minimum(run.points[:, 0] * 200 // end, 199)
+        with open(directory / "curve.csv", "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["global_step", "minutes", "episodic_return"])
+            for i in np.unique(bins):
+                step, minutes, episodic_return = run.points[bins == i].mean(0)
+                writer.writerow([int(step), round(minutes, 3), round(episodic_return, 3)])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", help="run directories, or directories above them")
+    parser.add_argument("--out", help="the figure to write (.png, .pdf or .svg)")
+    parser.add_argument("--x", choices=["steps", "minutes"], default="steps", help="x-axis of the curves")
+    parser.add_argument("--keep", metavar="DIR", help="keep small copies of the runs there; nothing else is done")
+    args = parser.parse_args()
+    runs = find_runs(args.paths)
+    if not runs:
+        raise SystemExit(f"no runs in {' '.join(args.paths)}")
+    if args.keep:
+        return keep(runs, args.keep)
+    name_variants(runs)
+    print(*table(runs), sep="\n")
+    if args.out:
+        file = Path(__file__).parent / "results" / "references.json"
+        draw(runs, json.loads(file.read_text()) if file.exists() else {}, args.x, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""benchmark.sh: the real script swept, interrupted, broken, started again; plot_runs.py: numbers known by hand."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+
+import plot_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+SUITES = re.search(r"the suites: (.*)\"", (ROOT / "benchmark.sh").read_text())[1].split()
+FLAGS = [
+    "--num-envs",
+    "4",
+    "--num-steps",
+    "16",
+    "--num-minibatches",
+    "2",
+    "--update-epochs",
+    "1",
+    "--eval-episodes",
+    "0",
+]
+LIMIT = 120  # seconds, on a machine that is busy
+
+pytestmark = pytest.mark.skipif(not shutil.which("taskset"), reason="benchmark.sh shares out cores with taskset")
+
+
+def environment(**more):
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    return os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path} | more
+
+
+def start(runs, what, *arguments, **more):
+    """benchmark.sh in a session of its own, from another folder than its own."""
+    return subprocess.Popen(
+        [str(ROOT / "benchmark.sh"), what, "--runs", str(runs), *arguments], cwd=runs.parent, env=environment(**more),
+        text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def sweep(runs, env_id, seeds, *flags, options=(), **more):
+    chosen = ["--env-ids", f"misbehaving:{env_id}-v0", "--seeds", str(seeds), "--workers", "2", *options]
+    return start(runs, str(ROOT / "ppo_mlp_gaussian.py"), *chosen, "--", *FLAGS, *flags, **more)
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=LIMIT)
+    return process.returncode, output
+
+
+def wait_until(condition):
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+
+
+def steps(directory):
+    return json.loads((directory / "result.json").read_text())["global_step"]
+
+
+def test_a_stopped_sweep_goes_on(tmp_path):
+    runs, flags = tmp_path / "runs", ("--total-timesteps", "25600", "--checkpoint-interval", "1")
+    process = sweep(runs, "Healthy", 2, *flags)
+    wait_until(lambda: len(list(runs.glob("*/checkpoint.pt"))) == 2)
+    os.killpg(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130 and "the same command goes on" in output and "failed:" not in output
+    directories = sorted(path for path in runs.iterdir() if path.is_dir())
+    name = r"misbehaving-Healthy-v0__ppo_mlp_gaussian__[0-9a-f]{8}__"
+    assert [bool(re.fullmatch(name + seed, run.name)) for run, seed in zip(directories, "12")] == [True, True]
+    assert not [run for run in directories if (run / "result.json").exists()]
+
+    code, output = finish(sweep(runs, "Healthy", 2, *flags, options=["--dry-run"]))
+    assert [f"--resume {run}  # stopped" in output for run in directories] == [True, True]
+    code, output = finish(sweep(runs, "Healthy", 2, *flags))
+    assert code == 0 and [steps(run) for run in directories] == [25600, 25600]
+    for run in directories:  # from where they stopped
+        log = Path(f"{run}.log").read_text()
+        assert "stopped by SIG" in log and log.count("step 64/25600") == 1
+
+
+def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
+    runs, budget = tmp_path / "runs", ("--total-timesteps", "128")
+    code, output = finish(sweep(runs, "Healthy", 2, *budget, options=["--dry-run"]))
+    commands = [line.split("  # ") for line in output.splitlines()]
+    assert code == 0 and [state for _, state in commands] == ["new", "new"] and not runs.exists()
+    first, second = (Path(shlex.split(command)[shlex.split(command).index("--run-dir") + 1]) for command, _ in commands)
+    second.mkdir(parents=True)
+    (second / "checkpoint.pt").write_bytes(b"torn")
+
+    code, output = finish(sweep(runs, "Healthy", 2, *budget))
+    assert code == 1 and steps(first) == 128 and not (second / "result.json").exists()
+    failure = output[output.index("\nfailed: ") :]
+    assert str(second) in failure and "checkpoint.pt" in failure.splitlines()[2] and str(first) not in failure
+
+    (second / "checkpoint.pt").unlink()
+    before = (first / "result.json").stat().st_mtime_ns
+    code, output = finish(sweep(runs, "Healthy", 2, *budget))
+    assert code == 0 and steps(second) == 128 and (first / "result.json").stat().st_mtime_ns == before
+    assert "2 runs: 2 finished" in output
+
+    # Nothing is left: nothing is started. The order of the flags makes no other run, another flag does.
+    logs = [Path(f"{run}.log").read_text() for run in (first, second)]
+    code, output = finish(sweep(runs, "Healthy", 2, *budget))
+    assert code == 0 and [Path(f"{run}.log").read_text() for run in (first, second)] == logs
+    reordered = ["--env-ids", "misbehaving:Healthy-v0", "--dry-run", "--", *budget, *FLAGS]
+    code, output = finish(start(runs, str(ROOT / "ppo_mlp_gaussian.py"), *reordered))
+    assert "# finished" in output
+    code, output = finish(sweep(runs, "Healthy", 1, *budget, "--gamma", "0.9", options=["--dry-run"]))
+    assert "# new" in output
+
+
+def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
+    runs, flags = tmp_path / "runs", ("--total-timesteps", "640", "--no-norm-reward")
+    code, output = finish(sweep(runs, "EnormousRewards", 1, *flags))
+    assert code == 0 and "1 diverged" in output
+    (log,) = runs.glob("*.log")
+    before = log.read_text()
+    code, _ = finish(sweep(runs, "EnormousRewards", 1, *flags))
+    assert code == 0 and log.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["nonsense"], "no suite 'nonsense'"),
+        (["nonsense.py", "--env-ids", "X"], "no script nonsense.py"),
+        ([str(ROOT / "ppo_mlp_gaussian.py")], "--env-ids names no environment"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--seeds", "0"], "whole number"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--gamma", "1"], "flags of the script come after --"),
+        (["base", "--seeds", "9"], "a suite has its own"),
+        (["base", "--launcher", "pbs"], "local or slurm"),
+        (["base", "--time", "10"], "--launcher slurm"),
+        (["base", "--workers"], "needs a value"),
+    ],
+)
+def test_a_wrong_argument_ends_in_one_line(tmp_path, arguments, complaint):
+    code, output = finish(
+        subprocess.Popen(
+            [str(ROOT / "benchmark.sh"), *arguments], cwd=tmp_path, env=environment(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+    )  # fmt: skip
+    assert code == 2 and complaint in output and output.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_slurm_gets_one_array_and_a_task_saves_and_queues_itself_again(tmp_path):
+    """With stand-ins for Slurm's commands that write down how they were called."""
+    runs, programs = tmp_path / "runs", tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "scontrol"):
+        (programs / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/{name}\n')
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    flags = ("--total-timesteps", "2000000", "--checkpoint-interval", "1")
+    slurm = ["--launcher", "slurm", "--time", "60", "--partition", "low", "--gpus", "1"]
+    code, _ = finish(sweep(runs, "Healthy", 3, *flags, options=slurm, PATH=path))
+    called = (tmp_path / "sbatch").read_text().splitlines()
+    assert code == 0
+    expected = {"--requeue", "--open-mode=append", "--signal=B:TERM@120", "--array=0,1,2%2", "--time=60"}
+    assert expected | {"--partition=low", "--gpus=1"} <= set(called)
+    task = ["sh", "-c", called[called.index("--wrap") + 1]]  # as sbatch does
+
+    process = subprocess.Popen(
+        task, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        env=environment(PATH=path, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="1"),
+    )  # fmt: skip
+    wait_until(lambda: list(runs.glob("*__2/checkpoint.pt")))
+    os.kill(process.pid, signal.SIGTERM)  # to the batch script alone, as --signal=B:TERM does
+    code, output = finish(process)
+    assert code == 143 and "queued again" in output
+    assert (tmp_path / "scontrol").read_text().split() == ["requeue", "77_1"]
+    assert "stopped by SIGTERM" in next(runs.glob("*__2.log")).read_text()
+    assert not list(runs.glob("*__1")) and not list(runs.glob("*__3"))
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suites_commands_parse_and_are_those_of_the_kept_runs(suite, tmp_path):
+    code, output = finish(start(tmp_path / "runs", suite, "--dry-run"))
+    assert code == 0
+    wanted = {}
+    for line in output.splitlines():
+        script, *flags = shlex.split(line.split("  # ")[0])[1:]
+        args = tyro.cli(importlib.import_module(Path(script).stem).Args, args=flags)
+        wanted[Path(args.run_dir).name] = vars(args)
+    assert len(wanted) == len(output.splitlines()), "two runs share a directory"
+    for file in (ROOT / "results" / "runs" / suite).glob("*/args.json"):
+        args, saved = wanted[file.parent.name], json.loads(file.read_text())
+        free = {"run_dir", "num_workers", "cuda"}
+        assert {key: args[key] for key in saved if key not in free} == {
+            key: value for key, value in saved.items() if key not in free
+        }
+        assert json.loads((file.parent / "result.json").read_text())["status"] in ("finished", "diverged")
+
+
+def kept_run(directory, env_id, seed, score, **args):
+    directory.mkdir(parents=True)
+    args = {"env_id": env_id, "seed": seed, "exp_name": "ppo_x"} | args
+    result = {"status": "finished", "mean_return_last_100": score, "eval_returns": [score, score + 2],
+              "steps_per_second": 100.0 * seed, "global_step": 1000, "args": args}  # fmt: skip
+    (directory / "args.json").write_text(json.dumps(args))
+    (directory / "result.json").write_text(json.dumps(result))
+    rows = [(step, step / 100, score * step / 1000) for step in range(50, 1001, 50)]
+    np.savetxt(directory / "curve.csv", rows, delimiter=",", header="global_step,minutes,episodic_return", comments="")
+
+
+def rows(runs):
+    lines = [line for line in plot_runs.table(runs) if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1:]]
+
+
+def test_table_has_the_numbers_of_a_hand_computed_one(tmp_path):
+    for seed, score in enumerate([1, 2, 3, 4, 100], 1):
+        kept_run(tmp_path / f"a{seed}", "A-v0", seed, float(score), gamma=0.9)
+    for seed, score in enumerate([20.0, 40.0], 1):
+        kept_run(tmp_path / f"b{seed}", "B-v0", seed, score, gamma=0.9)
+    kept_run(tmp_path / "other", "B-v0", 1, 7.0, gamma=0.5, new_flag=3)
+    runs = plot_runs.find_runs([tmp_path])
+    plot_runs.name_variants(runs)
+    many, few, other = rows(runs)
+    # 5 seeds: mean 22, interquartile mean (2 + 3 + 4) / 3, evaluation 22 + 1 with the seeds' own deviation.
+    assert many[:5] == ["A-v0", "ppo_x", "5", "22.0", "3.00"] and many[6:] == ["23.0 ± 43.6", "300.0"]
+    resampled = np.random.default_rng(1).choice([1, 2, 3, 4, 100], (20000, 5)).mean(1)
+    low, high = map(float, many[5].split(" to "))
+    assert low == pytest.approx(np.percentile(resampled, 2.5), abs=0.5)
+    assert high == pytest.approx(np.percentile(resampled, 97.5), abs=5)
+    # Fewer: every seed, and no interquartile mean.
+    assert few == ["B-v0", "ppo_x gamma=0.9", "2", "30.0", "-", "20.0, 40.0", "31.0 ± 14.1", "150.0"]
+    assert other == ["B-v0", "ppo_x gamma=0.5", "1", "7.00", "-", "7.00", "8.00", "100.0"]
+
+
+def test_a_resumed_runs_event_files_are_merged(tmp_path):
+    """Three episodes, a stop after the second's checkpoint that takes the third back, two hours' pause, one more."""
+    clock = [1000.0]
+    with mock.patch("time.time", lambda: clock[0]):
+
+        def write(purge_step, *episodes):
+            with SummaryWriter(tmp_path, purge_step=purge_step) as writer:
+                for seconds, step, episodic_return in episodes:
+                    clock[0] += seconds
+                    writer.add_scalar("charts/episodic_return", episodic_return, step)
+                    writer.add_scalar("charts/SPS", 1, step)
+
+        write(0, (60, 10, 1.0), (60, 20, 2.0), (60, 30, 3.0))
+        clock[0] += 7200
+        write(21, (60, 30, 30.0), (30, 40, 40.0))
+    points, _ = plot_runs.read_events(tmp_path)
+    np.testing.assert_allclose(points, [[10, 1, 1], [20, 2, 2], [30, 3, 30], [40, 3.5, 40]])
+
+
+def test_every_point_of_a_long_run_is_read_and_at_most_200_are_kept(tmp_path):
+    with SummaryWriter(tmp_path / "run") as writer:
+        for step in range(1, 12001):  # more than TensorBoard's own reader keeps
+            writer.add_scalar("charts/episodic_return", step % 60, step)
+    (tmp_path / "run" / "args.json").write_text(json.dumps({"env_id": "A-v0", "seed": 1, "run_dir": "/elsewhere"}))
+    result = {
+        "status": "finished",
+        "global_step": 12000,
+        "mean_return_last_100": 5.0,
+        "args": {"run_dir": "/elsewhere"},
+    }
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result))
+    (run,) = plot_runs.find_runs([tmp_path])
+    assert len(run.points) == 12000
+    plot_runs.keep([run], tmp_path / "kept")
+    (kept,) = plot_runs.find_runs([tmp_path / "kept"])
+    assert len(kept.points) == 200
+    np.testing.assert_allclose(kept.points[1:-1, 2], 29.5, atol=0.5)  # means over 60 steps
+    assert kept.points[:, 0].max() <= 12000 and (np.diff(kept.points[:, 0]) > 0).all()
+    assert "elsewhere" not in "".join(file.read_text() for file in (tmp_path / "kept").rglob("*.json"))
+
+
+def test_cleanrl_runs_unfinished_ones_and_the_figure(tmp_path, capsys, monkeypatch):
+    table = "|param|value|\n|-|-|\n|env_id|A-v0|\n|seed|3|\n|exp_name|ppo_theirs|"
+    with SummaryWriter(tmp_path / "theirs") as writer:
+        writer.add_text("hyperparameters", table)
+        for step in range(200):
+            writer.add_scalar("charts/episodic_return", step, step)
+    for seed in range(1, 7):
+        kept_run(tmp_path / f"ours{seed}", "A-v0", seed, float(seed))
+    with SummaryWriter(tmp_path / "begun"):
+        pass
+    (tmp_path / "begun" / "args.json").write_text(json.dumps({"env_id": "A-v0", "seed": 9, "exp_name": "ppo_x"}))
+    for axis in ("steps", "minutes"):
+        monkeypatch.setattr(sys, "argv", ["plot_runs.py", str(tmp_path), "--x", axis, "--out", str(tmp_path / "f.png")])
+        plot_runs.main()
+        output = capsys.readouterr().out
+        assert "| A-v0 | ppo_theirs | 1 | 149.5 |" in output and "| A-v0 | ppo_x | 6 | 3.50 | 3.50 |" in output
+        assert f"- unfinished: {tmp_path / 'begun'}" in output
+        assert f"- no finished episode: {tmp_path / 'begun'}" in output
+        assert (tmp_path / "f.png").stat().st_size > 10000
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
+def test_shellcheck_has_nothing_to_say():
+    subprocess.run(["shellcheck", ROOT / "benchmark.sh"], check=True)
