@@ -149,7 +149,7 @@ def table(runs):
     """The results as lines of a Markdown table; below it what has no finished episode, and what is not finished."""
 
     def number(value):
-        return f"{value:.{0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
+        return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
 
     yield "| environment | variant | seeds | mean | IQM | 95% interval, or each seed | evaluation | steps/s |"
     yield "|-|-|-|-|-|-|-|-|"
