@@ -52,6 +52,8 @@ suite() {
   case $1 in
     base)
       sweep "${here}ppo_mlp_gaussian.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3
+      sweep "${here}ppo_mlp_gaussian.py" HalfCheetah-v5 3 --exp-name ppo_mlp_gaussian_tuned --compile \
+        --gamma 0.98 --gae-lambda 0.92 --fixed-std 0.15 --no-clip-vloss
       ;;
     base-report) # the course report's tasks
       local short=(--total-timesteps 100000 --eval-episodes 100)
@@ -64,6 +66,8 @@ suite() {
     humanoid)
       sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 1000000 --num-steps 128 \
         --num-minibatches 16 --update-epochs 5 --reward-scale 0.04 --entropy-mean --init-concentration 11
+      sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 1 --total-timesteps 1000000 --num-steps 128 \
+        --num-minibatches 16 --update-epochs 5 --entropy-mean
       ;;
     *) die "no suite '$1' (nor a script, which ends in .py); the suites: base base-report humanoid" ;;
   esac
