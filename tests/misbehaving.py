@@ -97,6 +97,7 @@ def register(name, fault=None, **kwargs):
 
 register("Healthy")
 register("InfiniteBounds", bound=np.inf)
+register("EqualBounds", bound=0.0)
 register("DictObservation", "dict observation")
 register("DiscreteAction", "discrete action")
 register("RaiseInConstructor", "raise in constructor")

@@ -21,6 +21,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
 import ppo_mlp_gaussian as base
 
@@ -28,6 +29,7 @@ TESTS = Path(__file__).resolve().parent
 BATCH = 64
 
 both = pytest.mark.parametrize("module", [base, flagship], ids=["base", "flagship"])
+every = pytest.mark.parametrize("module", [base, flagship, comb], ids=["base", "flagship", "comb"])
 
 
 class Stop(Exception):
@@ -83,9 +85,9 @@ def points(directory):
 def runs(tmp_path_factory):
     """Finished runs of three iterations with five evaluation episodes: {module: directory}; only to be read."""
     folder = tmp_path_factory.mktemp("runs")
-    for module in (base, flagship):
+    for module in (base, flagship, comb):
         module.train(small_args(module, folder / module.__name__, eval_episodes=5))
-    return {module: folder / module.__name__ for module in (base, flagship)}
+    return {module: folder / module.__name__ for module in (base, flagship, comb)}
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def copied(runs, tmp_path):
 # Loading
 
 
-@both
+@every
 def test_every_tensor_coefficient_and_random_state_is_restored(module, copied, monkeypatch):
     directory = copied(module)
     saved = load(directory)
@@ -127,7 +129,7 @@ def test_every_tensor_coefficient_and_random_state_is_restored(module, copied, m
     assert differences(trained(saved), trained(load(directory))) == []
 
 
-@both
+@every
 def test_two_resumes_of_one_checkpoint_are_the_same_run(module, copied):
     checkpoints = []
     for name, num_workers in (("one", 1), ("two", 3)):
@@ -152,7 +154,7 @@ def test_resume_seeds_its_environments_by_seed_and_iteration(copied, tmp_path, m
     assert seeds == [[1, 3], 1]
 
 
-@both
+@every
 def test_same_seed_is_the_same_run_whatever_the_number_of_workers(module, tmp_path):
     checkpoints, results = [], []
     for name, changes in {"1": {}, "2": {}, "3": {}, "other seed": {"seed": 2, "num_workers": 2}}.items():
@@ -240,7 +242,7 @@ losses/policy_loss losses/entropy losses/old_approx_kl losses/approx_kl losses/c
 eval/episodic_return time/rollout time/update""".split()
 
 
-@both
+@every
 def test_curves_hold_every_scalar_and_every_episode(module, runs):
     curves = points(runs[module])
     assert [name for name in SCALARS if name not in curves] == []
@@ -255,7 +257,7 @@ def test_curves_hold_every_scalar_and_every_episode(module, runs):
 # Files
 
 
-@both
+@every
 def test_policy_is_the_checkpoint_without_what_only_training_needs(module, runs):
     checkpoint, policy = load(runs[module]), load(runs[module], "policy.pt")
     assert checkpoint.keys() - policy.keys() == {"optimizer", "rng"}
@@ -295,7 +297,7 @@ def test_result_counts_the_time_of_all_starts(copied):
 
 
 @pytest.mark.slow
-@both
+@every
 def test_compiled_run_saves_the_same_keys(module, runs, tmp_path):
     module.train(small_args(module, tmp_path / "run", 2, compile=True))
     compiled, eager = load(tmp_path / "run"), load(runs[module])
@@ -305,7 +307,7 @@ def test_compiled_run_saves_the_same_keys(module, runs, tmp_path):
 # Evaluation
 
 
-@both
+@every
 @pytest.mark.parametrize("name", [".", "checkpoint.pt", "policy.pt"])
 def test_evaluation_alone_writes_one_file_and_repeats_the_returns(module, name, copied):
     directory = copied(module)

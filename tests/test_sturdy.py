@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
 import ppo_mlp_gaussian as base
 
@@ -442,7 +443,7 @@ def test_run_directory_that_can_not_be_made_is_one_line(tmp_path):
 # Divergence
 
 
-@pytest.mark.parametrize("module", [base, flagship])
+@pytest.mark.parametrize("module", [base, flagship, comb])
 @pytest.mark.parametrize("change", [{"env_id": "misbehaving:EnormousRewards-v0"}, {"learning_rate": 1e30}], ids=str)
 def test_divergence_keeps_the_last_good_checkpoint(module, change, tmp_path):
     directory = tmp_path / "run"
@@ -483,6 +484,9 @@ def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
         (base, "DiscreteAction", ["action", "Discrete(3)"]),
         (flagship, "DictObservation", ["observation", "Dict"]),
         (flagship, "InfiniteBounds", ["action", "finite bounds"]),
+        (comb, "DiscreteAction", ["action", "Discrete(3)"]),
+        (comb, "InfiniteBounds", ["finite action bounds", "inf"]),
+        (comb, "EqualBounds", ["action bounds", "low < high"]),
     ],
 )
 def test_spaces_that_the_script_can_not_drive_are_named(tmp_path, module, env, words):
@@ -540,6 +544,9 @@ def test_missing_humanoid_bench_is_one_line(start, tmp_path):
         (flagship, {"window": 0}, ["--window 0"]),
         (flagship, {"hidden_size": 0}, ["--hidden-size 0"]),
         (flagship, {"init_concentration": 1.0}, ["--init-concentration 1.0"]),
+        (comb, {"num_envs": 0}, ["--num-envs 0"]),
+        (comb, {"num_teeth": 1}, ["--num-teeth 1"]),
+        (comb, {"density": "quadratic"}, ["--density quadratic", "linear", "as-coded"]),
     ],
     ids=str,
 )

@@ -1,0 +1,337 @@
+"""The comb: its density, sampler, entropy and mean against quadrature and slow references; what training does."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo_comb_dist as ppo
+
+OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (5,))
+ACTIONS = gym.spaces.Box(np.array([-0.4, 0.0], np.float32), np.array([0.4, 3.0], np.float32))
+LOW, HIGH = (torch.as_tensor(bound, dtype=torch.float64) for bound in (ACTIONS.low, ACTIONS.high))
+TEETH = 32
+
+
+def rows(*shapes, teeth=TEETH):
+    """Logits [len(shapes), 2, teeth], float64: what the names say, the second dimension the mirror image."""
+    torch.manual_seed(0)
+    k = torch.arange(teeth, dtype=torch.float64)
+    logits = {
+        "flat": 0 * k,
+        "almost flat": 0.01 * torch.randn(teeth).double(),
+        "random": torch.randn(teeth).double(),
+        "two peaks": -0.5 * torch.minimum((k - teeth / 4).abs(), (k - 3 * teeth / 4).abs()).square(),
+        "steep": 30 * (1 - 2 * (k % 2)),  # from e^30 to e^-30 in each piece
+        "cliff": torch.where(k < teeth / 2, -30.0, 30.0).double(),
+        "first tooth": torch.where(k == 0, 30.0, -30.0).double(),
+    }
+    return torch.stack([torch.stack([logits[name], logits[name].flip(0)]) for name in shapes])
+
+
+EVERY = ("flat", "almost flat", "random", "two peaks", "steep", "cliff", "first tooth")
+
+
+def grid(points_a_piece, teeth=TEETH):
+    """Actions [1, points, 2], the teeth among them, and their weights [points, 2] in Simpson's rule."""
+    points = (teeth - 1) * points_a_piece + 1
+    x = torch.linspace(0, 1, points, dtype=torch.float64)[:, None]
+    weights = torch.full((points, 1), 2.0, dtype=torch.float64)
+    weights[1::2] = 4.0
+    weights[[0, -1]] = 1.0
+    return (LOW + x * (HIGH - LOW))[None], weights / 3 / (points - 1) * (HIGH - LOW)
+
+
+def slow_density(logits, actions):
+    """np.interp of the teeth's densities, over its integral: [n, 2, teeth] and [1, points, 2] -> [n, points, 2]."""
+    found = np.zeros((len(logits), *actions.shape[1:]))
+    for i, j in np.ndindex(len(logits), 2):
+        teeth = np.linspace(LOW[j].item(), HIGH[j].item(), logits.shape[-1])
+        density = np.exp(logits[i, j].numpy())
+        found[i, :, j] = np.interp(actions[0, :, j], teeth, density / np.trapezoid(density, teeth))
+    return torch.tensor(found)
+
+
+def slow_cdf(logits, x, as_coded=False):
+    """CDF at x [points] of one dimension on [0, 1], piece by piece."""
+    p, position = np.exp(logits - logits.max()), x * (len(logits) - 1)
+    piece = np.minimum(position.astype(int), len(logits) - 2)
+    s = position - piece
+    a, b = p[piece], p[piece + 1]
+    if as_coded:
+        mass = np.append(p[:-2], p[-2] + p[-1])
+        inside = s * mass[piece]
+    else:
+        mass = (p[:-1] + p[1:]) / 2
+        inside = a * s + (b - a) * s**2 / 2
+    return (np.append(0, mass.cumsum())[piece] + inside) / mass.sum()
+
+
+def kolmogorov_smirnov(cdf):
+    """sqrt(n) sup |F_n - F| of the samples whose F is `cdf`: over 1.95 once in a thousand times."""
+    cdf, n = np.sort(cdf), len(cdf)
+    return np.sqrt(n) * max((np.arange(1, n + 1) / n - cdf).max(), (cdf - np.arange(n) / n).max())
+
+
+def agent(**flags):
+    torch.manual_seed(0)
+    policy = ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(**flags))
+    with torch.no_grad():  # far from the flat start
+        policy.actor[-1].weight.normal_()
+    return policy
+
+
+@pytest.mark.parametrize("teeth", [2, 3, TEETH])
+def test_density_is_the_interpolation_and_integrates_to_one(teeth):
+    logits = rows(*EVERY, teeth=teeth)
+    comb = ppo.Comb(logits[:, None], LOW, HIGH)
+    actions, weights = grid(4, teeth)
+    density = comb.log_prob(actions).exp()  # [7, points, 2]
+    torch.testing.assert_close(density, slow_density(logits, actions), rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close((density * weights).sum(1), torch.ones(7, 2).double(), rtol=1e-12, atol=0)
+    between = LOW + torch.rand(1, 1000, 2) * (HIGH - LOW)
+    expected = slow_density(logits, between)
+    torch.testing.assert_close(comb.log_prob(between).exp(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_flat_comb_is_the_uniform_density():
+    comb = ppo.Comb(torch.full((4, 2, TEETH), 17.0), LOW.float(), HIGH.float())
+    actions = LOW + torch.rand(4, 2) * (HIGH - LOW)
+    uniform = torch.distributions.Uniform(LOW.float(), HIGH.float())
+    torch.testing.assert_close(comb.log_prob(actions.float()), uniform.log_prob(actions.float()), rtol=0, atol=2e-6)
+    torch.testing.assert_close(comb.entropy(), uniform.entropy().expand(4, 2), rtol=0, atol=2e-6)
+    torch.testing.assert_close(comb.mean(), uniform.mean.expand(4, 2), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_samples_follow_the_cdf(name, dtype):
+    torch.manual_seed(1)
+    logits, low, high = (x.to(dtype) for x in (rows(name)[0], LOW, HIGH))
+    samples = ppo.Comb(logits.expand(100_000, 2, TEETH), low, high).sample()
+    assert (samples >= low).all() and (samples <= high).all()
+    for j in range(2):
+        x = ((samples[:, j].double() - LOW[j]) / (HIGH[j] - LOW[j])).clamp(0, 1).numpy()
+        assert kolmogorov_smirnov(slow_cdf(logits[j].double().numpy(), x)) < 1.95
+
+
+def test_position_in_a_piece_inverts_its_quadratic_cdf(monkeypatch):
+    """Every uniform number comes back as the CDF of what it became."""
+    v = torch.linspace(0, 1, 1001, dtype=torch.float64)[1:, None].expand(-1, 2)
+    uniforms = 1 - torch.stack([torch.full_like(v, 0.5), v], -1)
+    monkeypatch.setattr(torch, "rand_like", lambda _: uniforms)
+    for difference in (0.0, 1e-3, -1e-3, 2.0, -2.0, 60.0, -60.0, 300.0, -300.0):
+        logits = torch.tensor([0.0, difference], dtype=torch.float64)
+        x = (ppo.Comb(logits.expand(1000, 2, 2), LOW, HIGH).sample() - LOW) / (HIGH - LOW)
+        expected = slow_cdf(logits.numpy(), x[:, 0].numpy())
+        np.testing.assert_allclose(expected, v[:, 0], rtol=1e-7, atol=1e-13)
+
+
+def test_no_uniform_number_leads_out_of_the_bounds_or_into_a_piece_without_mass(monkeypatch):
+    numbers = torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-24])  # torch.rand's least and largest among them
+    logits = torch.cat([rows(*EVERY).float(), 10 * rows("steep", "cliff", "first tooth").float()])
+    comb = ppo.Comb(logits, LOW.float(), HIGH.float())
+    for u in numbers:
+        for v in numbers:
+            monkeypatch.setattr(torch, "rand_like", lambda x, u=u, v=v: torch.stack([u, v]).expand(x.shape))
+            samples = comb.sample()
+            assert (samples >= comb.low).all() and (samples <= comb.high).all()  # and no NaN
+            assert comb.log_prob(samples).isfinite().all()
+            if v > 0:  # 0 is the piece's right end, where the density may be 0
+                assert (comb.log_prob(samples) > -25).all()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_entropy_and_mean_equal_quadrature(name):
+    logits = rows(name)
+    comb = ppo.Comb(logits, LOW, HIGH)
+    actions, weights = grid(1000)
+    density = slow_density(logits, actions)
+    log_density = density.clamp(min=1e-300).log()
+    entropy = -(density * log_density * weights).sum(1)
+    torch.testing.assert_close(comb.entropy(), entropy, rtol=0, atol=1e-6)
+    torch.testing.assert_close(comb.mean(), (density * actions * weights).sum(1), rtol=0, atol=1e-9)
+    single = ppo.Comb(logits.float(), LOW.float(), HIGH.float())
+    torch.testing.assert_close(single.entropy().double(), comb.entropy(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(single.mean().double(), comb.mean(), rtol=0, atol=1e-5)
+
+
+def test_integral_of_p_ln_p_has_two_forms():
+    """h m (ln a + ln b + d coth d - 1) / 2 and h m (ln m + g(r)), the form with the slope r = (b - a) / (a + b)."""
+    logits = rows("random", "two peaks", "almost flat")
+    comb = ppo.Comb(logits, LOW, HIGH)
+    p = comb.log_density.exp()
+    m, r = (p[..., :-1] + p[..., 1:]) / 2, (p[..., 1:] - p[..., :-1]) / (p[..., :-1] + p[..., 1:])
+    g = ((1 + r).square() * r.log1p() - (1 - r).square() * (-r).log1p()) / (4 * r) - 0.5
+    g = torch.where(r.abs() < 0.2, r**2 / 6 + r**4 / 60 + r**6 / 210, g)
+    expected = -(comb.width[:, None] * m * (m.log() + g)).sum(-1)
+    torch.testing.assert_close(comb.entropy(), expected, rtol=0, atol=5e-9)
+
+
+def test_x_coth_and_its_derivative():
+    x = torch.tensor([0.0, 1e-8, 1e-3, 0.04999, 0.05001, 0.3, 5.0, 60.0, 1000.0], dtype=torch.float64)
+    x = torch.cat([-x, x]).requires_grad_()
+    y = ppo.x_coth(x)
+    (derivative,) = torch.autograd.grad(y.sum(), x)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        z = x.detach().numpy()
+        expected = np.where(z == 0, 1, z / np.tanh(z))
+        slope = np.where(abs(z) < 1e-2, 2 * z / 3 - 4 * z**3 / 45, 1 / np.tanh(z) - z / np.sinh(z) ** 2)
+    np.testing.assert_allclose(y.detach(), expected, rtol=1e-9)
+    np.testing.assert_allclose(derivative, slope, rtol=1e-6, atol=1e-7)
+    single = torch.tensor([0.0, 1e-4, 0.06, 20.0, 100.0], requires_grad=True)
+    (slope,) = torch.autograd.grad(ppo.x_coth(single).sum(), single)
+    torch.testing.assert_close(slope, torch.tensor([0.0, 6.6667e-5, 0.03999, 1.0, 1.0]), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("comb", [ppo.Comb, ppo.CombAsCoded])
+@pytest.mark.parametrize("name", ["flat", "almost flat", "random", "two peaks"])
+def test_gradients(comb, name):
+    logits = rows(name, teeth=6).requires_grad_()
+    actions = torch.tensor([[[0.0, 1.0], [0.2, 0.4], [0.21, 0.999], [0.5, 0.77]]]).double()
+    actions = LOW + actions * (HIGH - LOW)
+    assert torch.autograd.gradcheck(lambda x: comb(x[:, None], LOW, HIGH).log_prob(actions), logits)
+    assert torch.autograd.gradcheck(lambda x: comb(x, LOW, HIGH).entropy(), logits)
+
+
+@pytest.mark.parametrize("comb", [ppo.Comb, ppo.CombAsCoded])
+def test_steep_logits_give_finite_values_and_gradients_in_single_precision(comb):
+    low, high = LOW.float(), HIGH.float()
+    x = torch.cat([grid(2)[0][0], LOW + torch.rand(500, 2) * (HIGH - LOW)]).float()
+    x = torch.cat([x, x.nextafter(high), x.nextafter(low)])[:, None]  # [points, 1, 2]
+    logits = rows(*EVERY).float()[None]
+    for scale in (1, 10):  # up to 30, and far beyond
+        leaf = (scale * logits).requires_grad_()
+        log_prob = comb(leaf, low, high).log_prob(x)
+        (gradient,) = torch.autograd.grad(log_prob.sum(0).sum(), leaf)
+        (entropy_gradient,) = torch.autograd.grad(comb(leaf, low, high).entropy().sum(), leaf)
+        for tensor in (log_prob, gradient, entropy_gradient, comb(leaf, low, high).entropy()):
+            assert tensor.isfinite().all()
+        assert gradient.abs().max() <= 2 * len(x)
+    # And they are what double precision gives, but for an action's rounding where the density leaves a tooth near 0.
+    double = comb(logits.double(), low.double(), high.double())
+    error = (comb(logits, low, high).log_prob(x) - double.log_prob(x.double())).abs()  # [points, 7, 2]
+    for name, largest in zip(EVERY, (1e-6, 2e-6, 1e-3, 5e-3)):
+        assert error[:, EVERY.index(name)].max() < largest
+
+
+def test_bounds_are_reachable():
+    low, high = LOW.float(), HIGH.float()
+    ends = ppo.Comb(rows("first tooth", "cliff").float(), low, high)
+    assert torch.equal(ends.mode()[0], torch.stack([low[0], high[1]]))  # exactly
+    for x, tooth in ((low, 0), (high, -1)):
+        torch.testing.assert_close(ends.log_prob(x.expand(2, 2)), ends.log_density[..., tooth])
+    torch.manual_seed(0)
+    samples = ppo.Comb(rows("first tooth")[0].float().expand(200_000, 2, TEETH), low, high).sample()
+    assert (samples[:, 0] - low[0]).min() / (high - low)[0] < 1e-6
+    assert (high[1] - samples[:, 1]).min() / (high - low)[1] < 1e-6
+    # positions in teeth that rounding has led out
+    assert torch.equal(ends.at(torch.tensor([-1e-6, 31.0001])), torch.stack([low[0], high[1]]))
+
+
+def test_greedy_action_is_the_mode_and_not_the_mean_between_two_peaks():
+    comb = ppo.Comb(rows("two peaks")[:, None], LOW, HIGH)
+    assert (comb.log_prob(comb.mean()) < comb.log_prob(comb.mode()) - 5).all()
+    actions, _ = grid(10)
+    assert (comb.log_prob(comb.mode()) >= comb.log_prob(actions).amax(-2)).all()
+    policy, obs = agent(), torch.randn(7, 5)
+    expected = policy.get_comb(obs.clamp(-10, 10))
+    best = expected.log_density.argmax(-1) / (TEETH - 1)
+    torch.testing.assert_close(policy.act(obs), policy.low + best * (policy.high - policy.low))
+    torch.testing.assert_close(policy.act(obs)[3], policy.act(obs[3]))
+
+
+def test_as_coded_draws_one_density_and_scores_another():
+    torch.manual_seed(1)
+    logits = rows("random")[0]
+    comb = ppo.CombAsCoded(logits.expand(100_000, 2, TEETH), LOW, HIGH)
+    samples = comb.sample()
+    for j in range(2):
+        x = ((samples[:, j] - LOW[j]) / (HIGH[j] - LOW[j])).numpy()
+        assert kolmogorov_smirnov(slow_cdf(logits[j].numpy(), x, as_coded=True)) < 1.95
+        assert kolmogorov_smirnov(slow_cdf(logits[j].numpy(), x)) > 10
+    p = logits.softmax(-1)
+    x = torch.tensor([3.25, 30.5]) / 31 * (HIGH - LOW) + LOW
+    expected = torch.stack([0.75 * p[0, 3] + 0.25 * p[0, 4], 0.5 * p[1, 30] + 0.5 * p[1, 31]]).log()
+    torch.testing.assert_close(ppo.CombAsCoded(logits, LOW, HIGH).log_prob(x), expected)
+    torch.testing.assert_close(comb.entropy()[0], torch.distributions.Categorical(probs=p).entropy())
+    # its flat comb is not uniform: the last piece is drawn twice as often, and the mean on [-1, 1] is 0.03
+    flat = ppo.CombAsCoded(torch.zeros(400_000, 1, TEETH), -torch.ones(1), torch.ones(1)).sample()
+    assert (flat > 1 - 2 / 31).float().mean() == pytest.approx(2 / 32, abs=2e-3)
+    assert flat.mean() == pytest.approx(15.96875 / 31 * 2 - 1, abs=3e-3)
+
+
+@pytest.mark.parametrize("flags", [{}, {"density": "as-coded"}, {"num_teeth": 2, "ent_coef": 0.01}], ids=str)
+def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
+    ratios = record_ratios(ppo)
+    args = ppo.Args(
+        env_id="Hopper-v5", total_timesteps=512, num_envs=2, num_steps=128, num_minibatches=4, update_epochs=2,
+        num_workers=1, eval_episodes=0, learning_rate=1e-3, run_dir=str(tmp_path / "run"), **flags,
+    )  # fmt: skip
+    ppo.train(args)
+    assert len(ratios) == 16
+    for first in (ratios[0], ratios[8]):  # the second iteration has observation statistics
+        torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
+    assert (ratios[7] - 1).abs().max() > 1e-4
+
+
+def test_actions_that_are_scored_are_those_that_were_sent(monkeypatch, tmp_path):
+    sent, scored = [], []
+    step, update = ppo.SubprocVecEnv.step, ppo.update
+
+    def spy_step(envs, actions):
+        sent.append(actions.copy())
+        return step(envs, actions)
+
+    def spy_update(agent, optimizer, gradient, args, batch):
+        scored.append(batch[1].numpy().copy())
+        return update(agent, optimizer, gradient, args, batch)
+
+    monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
+    monkeypatch.setattr(ppo, "update", spy_update)
+    args = ppo.Args(
+        env_id="Hopper-v5", total_timesteps=128, num_envs=2, num_steps=64, num_minibatches=4, update_epochs=1,
+        num_workers=1, eval_episodes=0, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    ppo.train(args)
+    np.testing.assert_array_equal(np.concatenate(sent), scored[0])
+
+
+def test_entropy_bonus_flattens_the_densities_and_is_left_out_at_zero():
+    policy = agent()
+    obs, actions = torch.randn(16, 5), LOW.float().expand(16, 2)
+    rest = (torch.zeros(16), *torch.zeros(3, 16))
+    for ent_coef in (0.0, 1.0):
+        policy.zero_grad()
+        args = ppo.Args(ent_coef=ent_coef, max_grad_norm=1e9)
+        _, losses = ppo.minibatch_gradient(policy, args, obs, actions, *rest)
+        torch.testing.assert_close(losses[2], policy.get_comb(obs).entropy().sum(-1).mean().detach())
+        gradient = policy.actor[-1].weight.grad
+        if ent_coef == 0:
+            assert gradient.abs().max() == 0
+    before = policy.get_comb(obs).entropy().mean()
+    with torch.no_grad():
+        policy.actor[-1].weight -= 0.01 * gradient
+    assert policy.get_comb(obs).entropy().mean() > before
+
+
+def test_networks_start_with_flat_densities():
+    torch.manual_seed(0)
+    policy = ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(num_teeth=7))
+    assert policy.actor[-1].weight.shape == (14, 64)
+    comb = policy.get_comb(torch.randn(100, 5))
+    uniform = (policy.high - policy.low).log()
+    torch.testing.assert_close(comb.log_density, -uniform[:, None].expand(100, 2, 7), rtol=0, atol=0.1)
+    torch.testing.assert_close(comb.entropy(), uniform.expand(100, 2), rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("density", ["linear", "as-coded"])
+def test_compiled_gradient_is_the_eager_one(density):
+    gradients, args = [], ppo.Args(density=density, ent_coef=0.01)
+    for function in (ppo.minibatch_gradient, ppo.compile_function(ppo.minibatch_gradient, torch.device("cpu"))):
+        policy = agent(density=density)
+        obs = torch.randn(16, 5)
+        function(policy, args, obs, policy.sample(obs).detach(), torch.zeros(16) - 1, *torch.randn(3, 16))
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
