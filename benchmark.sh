@@ -69,7 +69,13 @@ suite() {
       sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 1 --total-timesteps 1000000 --num-steps 128 \
         --num-minibatches 16 --update-epochs 5 --entropy-mean
       ;;
-    *) die "no suite '$1' (nor a script, which ends in .py); the suites: base base-report humanoid" ;;
+    comb)
+      local walkers="HalfCheetah-v5 Hopper-v5 Walker2d-v5"
+      sweep "${here}ppo_comb_dist.py" "$walkers" 3 --compile
+      sweep "${here}ppo_comb_dist.py" "$walkers" 3 --compile --density as-coded
+      sweep "${here}ppo_mlp_gaussian.py" "$walkers" 3
+      ;;
+    *) die "no suite '$1' (nor a script, which ends in .py); the suites: base base-report humanoid comb" ;;
   esac
 }
 
