@@ -33,6 +33,8 @@ class Misbehaving(gym.Env):
             self.observation_space = gym.spaces.Dict({"point": self.observation_space})
         if fault == "discrete action":
             self.action_space = gym.spaces.Discrete(3)
+        if fault == "binary actions":
+            self.action_space = gym.spaces.MultiBinary(2)
         self.log("made")
         if fault == "hang in constructor" and multiprocessing.parent_process() is not None:
             time.sleep(120)
@@ -100,6 +102,7 @@ register("InfiniteBounds", bound=np.inf)
 register("EqualBounds", bound=0.0)
 register("DictObservation", "dict observation")
 register("DiscreteAction", "discrete action")
+register("BinaryActions", "binary actions")
 register("RaiseInConstructor", "raise in constructor")
 register("RaiseInStep", "raise in step")
 register("RaiseInReset", "raise in reset")

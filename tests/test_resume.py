@@ -24,12 +24,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
 import ppo_mlp_gaussian as base
+import ppo_value_first as value_first
 
 TESTS = Path(__file__).resolve().parent
 BATCH = 64
 
+SCRIPTS = {"base": base, "flagship": flagship, "comb": comb, "value-first": value_first}
 both = pytest.mark.parametrize("module", [base, flagship], ids=["base", "flagship"])
-every = pytest.mark.parametrize("module", [base, flagship, comb], ids=["base", "flagship", "comb"])
+every = pytest.mark.parametrize("module", SCRIPTS.values(), ids=SCRIPTS)
 
 
 class Stop(Exception):
@@ -38,7 +40,8 @@ class Stop(Exception):
 
 def small_args(module, directory, iterations=3, **changes):
     sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "num_workers": 2}
-    sizes |= {"eval_episodes": 0, "cuda": False, "norm_reward": True, "env_id": "misbehaving:Healthy-v0"}
+    sizes |= {"eval_episodes": 0, "cuda": False, "env_id": "misbehaving:Healthy-v0"}
+    sizes |= {"norm_obs": True, "norm_reward": True}
     return module.Args(**sizes | {"run_dir": str(directory), "total_timesteps": iterations * BATCH} | changes)
 
 
@@ -85,9 +88,9 @@ def points(directory):
 def runs(tmp_path_factory):
     """Finished runs of three iterations with five evaluation episodes: {module: directory}; only to be read."""
     folder = tmp_path_factory.mktemp("runs")
-    for module in (base, flagship, comb):
+    for module in SCRIPTS.values():
         module.train(small_args(module, folder / module.__name__, eval_episodes=5))
-    return {module: folder / module.__name__ for module in (base, flagship, comb)}
+    return {module: folder / module.__name__ for module in SCRIPTS.values()}
 
 
 @pytest.fixture

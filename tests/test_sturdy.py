@@ -21,6 +21,7 @@ import torch
 import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
 import ppo_mlp_gaussian as base
+import ppo_value_first as value_first
 
 TESTS = Path(__file__).resolve().parent
 START_LIMIT = 120  # seconds to start and reach what is waited for, on a machine that is busy
@@ -247,6 +248,7 @@ def test_killed_parent_leaves_no_process(start, env):
         ("ppo_mlp_gaussian", signal.SIGTERM, False),
         ("ppo_mlp_gaussian", signal.SIGTERM, True),
         ("ppo_interleaved_gru_beta", signal.SIGINT, True),
+        ("ppo_value_first", signal.SIGINT, True),
     ],
 )
 def test_signal_saves_the_last_whole_iteration(start, script, signum, whole_group):
@@ -443,7 +445,7 @@ def test_run_directory_that_can_not_be_made_is_one_line(tmp_path):
 # Divergence
 
 
-@pytest.mark.parametrize("module", [base, flagship, comb])
+@pytest.mark.parametrize("module", [base, flagship, comb, value_first])
 @pytest.mark.parametrize("change", [{"env_id": "misbehaving:EnormousRewards-v0"}, {"learning_rate": 1e30}], ids=str)
 def test_divergence_keeps_the_last_good_checkpoint(module, change, tmp_path):
     directory = tmp_path / "run"
@@ -487,6 +489,8 @@ def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
         (comb, "DiscreteAction", ["action", "Discrete(3)"]),
         (comb, "InfiniteBounds", ["finite action bounds", "inf"]),
         (comb, "EqualBounds", ["action bounds", "low < high"]),
+        (value_first, "DictObservation", ["observation", "Dict"]),
+        (value_first, "BinaryActions", ["action", "MultiBinary(2)", "Discrete"]),
     ],
 )
 def test_spaces_that_the_script_can_not_drive_are_named(tmp_path, module, env, words):
@@ -547,6 +551,11 @@ def test_missing_humanoid_bench_is_one_line(start, tmp_path):
         (comb, {"num_envs": 0}, ["--num-envs 0"]),
         (comb, {"num_teeth": 1}, ["--num-teeth 1"]),
         (comb, {"density": "quadratic"}, ["--density quadratic", "linear", "as-coded"]),
+        (value_first, {"num_envs": 0}, ["--num-envs 0"]),
+        (value_first, {"order": "policy-first"}, ["--order policy-first", "joint, phases, value-first"]),
+        (value_first, {"critic": "vector"}, ["--critic vector", "scalar, support"]),
+        (value_first, {"support_atoms": 1}, ["--support-atoms 1"]),
+        (value_first, {"support_min": 110.0}, ["--support-min 110.0", "--support-max 110.0"]),
     ],
     ids=str,
 )
