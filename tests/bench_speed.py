@@ -1,8 +1,8 @@
 """Speed against peers and against the limit: prints a Markdown table of ratios, all measured in one run.
 
     python tests/bench_speed.py                              # what needs no peers
-    python tests/bench_speed.py --only base --sb3-python sb3/bin/python --cleanrl-python cleanrl/bin/python \
-        --cleanrl PATH/ppo_continuous_action.py
+    python tests/bench_speed.py --only base value-first --sb3-python sb3/bin/python \
+        --cleanrl-python cleanrl/bin/python --cleanrl PATH/ppo_continuous_action.py
 
 Run it on a machine that does nothing else. The contenders take turns (A B A B ...) for `--rounds` rounds; the table
 gives the medians of the speeds, and the median, minimum and maximum of the rounds' ratios.
@@ -42,13 +42,13 @@ class PeerError(RuntimeError):
     """A contender gave no result."""
 
 
-def compare(rounds, contenders):
+def compare(rounds, contenders, unit="steps/s"):
     """{name: function -> steps/s} -> {name: [steps/s of each round]}; the contenders take turns."""
     speeds = {name: [] for name in contenders}
     for i in range(rounds):
         for name, measure in contenders.items():
             speeds[name].append(measure())
-            print(f"round {i + 1}/{rounds}  {name}: {speeds[name][-1]:.0f} steps/s", file=sys.stderr, flush=True)
+            print(f"round {i + 1}/{rounds}  {name}: {speeds[name][-1]:.0f} {unit}", file=sys.stderr, flush=True)
     return speeds
 
 
@@ -80,7 +80,7 @@ def machine(args):
     packages = ["torch", "numpy", "gymnasium", "mujoco"]
     peers = {"ours": sys.executable, "SB3": args.sb3_python, "CleanRL": args.cleanrl and args.cleanrl_python}
     for name, python in peers.items():
-        if python and ("base" in args.only or name == "ours"):
+        if python and ({"base", "value-first"} & set(args.only) or name == "ours"):
             names = packages + ["stable-baselines3"] * (name == "SB3")
             shown = subprocess.run([python, "-c", show, *names], capture_output=True, text=True)
             print(f"- {name}: Python {shown.stdout.strip() or shown.stderr.strip().splitlines()[-1]}")
@@ -291,6 +291,46 @@ def flagship(args):
     print_shares(shares)
 
 
+def gradient_steps(script, *phase):
+    """Gradient steps/s of an update alone: HalfCheetah's sizes, minibatches of 64."""
+    import gymnasium as gym
+    import torch
+
+    torch.set_num_threads(1)
+    module, spaces = load(script), [gym.spaces.Box(-1, 1, (size,)) for size in (17, 6)]
+    args = module.Args(num_minibatches=32, update_epochs=10)
+    agent, batch = module.Agent(*spaces, args), (torch.randn(2048, 17), torch.randn(2048, 6), *torch.randn(4, 2048))
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-5, eps=1e-5, fused=True)
+    start = time.perf_counter()
+    module.update(agent, optimizer, partial(module.minibatch_gradient, *phase), args, batch)
+    return 320 / (time.perf_counter() - start)
+
+
+def value_first(args):
+    """Value-first's gradient steps against the base's, and its whole training against CleanRL's ppo.py: CartPole."""
+    script, name = "ppo_value_first", "the base's step"
+    contenders = {name: partial(gradient_steps, "ppo_mlp_gaussian")}
+    contenders |= {f"a {phase} step": partial(gradient_steps, script, phase) for phase in ("joint", "value", "policy")}
+    speeds = compare(args.rounds, contenders, "gradient steps/s")
+    print("## value-first: gradient steps/s, HalfCheetah's sizes, minibatches of 64\n")
+    table(speeds, [(f"a {phase} step", name, 0.9) for phase in ("joint", "value", "policy")])
+    contenders, rows = {}, []
+    for order in ("joint", "value-first"):
+        for flag in ("", "--compile"):
+            flags = f"--order {order} --total-timesteps 100000000 --no-cuda --num-workers {args.num_workers} {flag}"
+            contenders[f"{order}, {flag or 'eager'}"] = partial(run_script, script, flags, 512, args.seconds)
+    if args.cleanrl:
+        command = [args.cleanrl_python, Path(args.cleanrl).resolve().with_name("ppo.py"), "--no-cuda"]
+        command += ["--total-timesteps", 100000000]
+        contenders["CleanRL"] = partial(train, command, "SPS:", 512, args.seconds)
+        rows = [(ours, "CleanRL", 4) for ours in contenders if ours != "CleanRL"]
+    else:
+        print("CleanRL is left out: --cleanrl was not given\n")
+    speeds = compare(args.rounds, contenders)
+    print("## value-first: whole training on the CPU, CartPole-v1, batch 512 / 4 minibatches / 4 epochs\n")
+    table(speeds, rows or [(ours, None, None) for ours in contenders])
+
+
 def gpu(args):
     """Whole trainings on the GPU."""
     import torch
@@ -322,17 +362,17 @@ def print_shares(shares):
 
 
 def main():
-    sections = {"vecenv": vecenv, "base": base, "flagship": flagship, "gpu": gpu}
+    sections = {"vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "gpu": gpu}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--num-workers", type=int, default=0, help="vecenv, flagship: of ours; 0: one for each core")
+    parser.add_argument("--num-workers", type=int, default=0, help="of ours, not in `base`; 0: one for each core")
     parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
-    parser.add_argument("--seconds", type=float, default=10, help="base: how long each training is timed")
+    parser.add_argument("--seconds", type=float, default=10, help="how long each training against peers is timed")
     parser.add_argument("--flagship-steps", type=int, default=128, help="flagship: steps an iteration")
     parser.add_argument("--flagship-iterations", type=int, default=4, help="flagship: iterations, the first not timed")
     parser.add_argument("--sb3-python", help="an interpreter with stable-baselines3")
-    parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py")
+    parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py; value-first takes the ppo.py beside it")
     parser.add_argument("--cleanrl-python", default=sys.executable, help="an interpreter that can run it")
     parser.add_argument("--cleanrl-env-id", default="HalfCheetah-v4")
     parser.add_argument("--run-sb3", help=argparse.SUPPRESS)
