@@ -161,6 +161,22 @@ def test_shared_joint_update_equals_the_base_update():
         assert largest_difference(updated(policy, ppo.Args(**flags | change), batch, "joint")[0], expected) > 1e-4
 
 
+def test_values_are_clipped_only_in_a_shared_update():
+    policy = agent(BOX)
+    obs, actions, log_probs, values, advantages, returns = random_batch(policy)
+    far = values + 5  # a change of -5 since the rollout: clipped, it would be -0.2
+    free, clipped = (0.5 * (x - returns).square() for x in (values, far - 0.2))
+    for flags, errors in (
+        ({}, free),
+        ({"shared_update": True}, torch.max(free, clipped)),
+        ({"shared_update": True, "clip_vloss": False}, free),
+    ):
+        batch = (obs, actions, log_probs, far, advantages, returns)
+        _, losses = ppo.minibatch_gradient("value", policy, ppo.Args(**flags), *batch)
+        assert losses[1].item() == pytest.approx(errors.mean().item(), rel=1e-5)
+    assert clipped.mean() > 1.05 * free.mean()
+
+
 def cleanrl_update(policy, args, batch):
     """The update of CleanRL's ppo.py, written anew with torch.distributions, in the minibatches of `ppo.update`."""
     obs, actions, log_probs, values, advantages, returns = batch
