@@ -75,7 +75,23 @@ suite() {
       sweep "${here}ppo_comb_dist.py" "$walkers" 3 --compile --density as-coded
       sweep "${here}ppo_mlp_gaussian.py" "$walkers" 3
       ;;
-    *) die "no suite '$1' (nor a script, which ends in .py); the suites: base base-report humanoid comb" ;;
+    value-first)
+      local order support mujoco=(--total-timesteps 1000000 --num-envs 8 --num-steps 256 --num-minibatches 32
+        --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs --norm-reward --compile)
+      for order in joint phases value-first; do
+        sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1 MountainCar-v0" 10 --order "$order"
+      done
+      for order in joint value-first; do
+        for support in "" "--support-min -50 --support-max 50 --support-atoms 101"; do
+          # shellcheck disable=SC2086  # the support is several words, or none
+          sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 5 --order "$order" --critic support $support
+        done
+      done
+      for order in joint phases value-first; do
+        sweep "${here}ppo_value_first.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3 --order "$order" "${mujoco[@]}"
+      done
+      ;;
+    *) die "no suite '$1' (nor a script, which ends in .py); the suites: base base-report humanoid comb value-first" ;;
   esac
 }
 
