@@ -217,7 +217,7 @@ def draw(runs, references, axis, out):
         for reference, style in zip(references.get(env_id, []), [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2))] * 3):
             panel.axhline(reference["return"], color="0.35", linewidth=1, linestyle=style, label=reference["label"])
         if references.get(env_id):
-            panel.legend(fontsize=7, loc="lower right", framealpha=0.6)
+            panel.legend(fontsize=7, loc="best", framealpha=0.6)
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.set(title=env_id, xlabel="environment steps" if axis == "steps" else "minutes", ylabel="episodic return")
         panel.grid(alpha=0.25)
