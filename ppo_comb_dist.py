@@ -796,9 +796,10 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
-def check_args(args):
-    """Exits with one line where the sizes make no sense."""
+def check_args(args, whole_episodes=False):
+    """Exits with one line where the sizes make no sense; with `whole_episodes`, --num-steps 0 is a batch of those."""
     least = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
+    least |= {"num_steps": 0} if whole_episodes else {}
     least |= dict.fromkeys(
         ("num_workers", "checkpoint_interval", "eval_episodes", "eval_interval", "total_timesteps"), 0
     )
@@ -807,7 +808,7 @@ def check_args(args):
             raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {value}")
     batch_size = args.num_envs * args.num_steps
     batch = f"a batch of {batch_size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
-    if batch_size % args.num_minibatches or batch_size // args.num_minibatches < 2:
+    if batch_size and (batch_size % args.num_minibatches or batch_size // args.num_minibatches < 2):
         raise SystemExit(f"--num-minibatches {args.num_minibatches}: must cut {batch} into equal parts of 2 or more")
     if args.total_timesteps == 0 and (args.resume is None or args.eval_episodes == 0):
         raise SystemExit("--total-timesteps 0 only evaluates: it needs --resume PATH and --eval-episodes of 1 or more")
@@ -853,11 +854,13 @@ def read_checkpoint(path):
 
 
 def parse_args(Args):
-    """The command line; with --resume PATH the defaults are the saved run's."""
+    """The command line; with --resume PATH the defaults are the saved run's, else --preset's where Args has presets."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
-    resume = parser.parse_known_args()[0].resume
-    default = Args()
+    parser.add_argument("--preset")
+    given = parser.parse_known_args()[0]
+    resume = given.resume
+    default = Args(**getattr(Args, "presets", {}).get(given.preset, {}))
     if resume is not None:
         saved = read_checkpoint(resume)[0]["args"]
         unknown = saved.keys() ^ vars(default).keys()
@@ -882,8 +885,9 @@ class Run:
 
     def __init__(self, args):
         self.args = args
-        self.batch_size = args.num_envs * args.num_steps
+        self.batch_size = args.num_envs * args.num_steps or 1  # of whole episodes: any number of steps
         self.num_iterations = args.total_timesteps // self.batch_size
+        self.budget = self.num_iterations * self.batch_size
         self.iteration = self.global_step = 0
         self.recent_returns = deque(maxlen=100)
         self.seconds = self.training_seconds = 0.0  # since the run's first start; in rollouts and updates alone
@@ -902,7 +906,7 @@ class Run:
                 setattr(self, name, self.checkpoint[name])
             self.recent_returns.extend(self.checkpoint["recent_returns"])
             self.saved_iteration, self.env_seed = self.iteration, [args.seed, self.iteration]
-            if 0 < args.total_timesteps < self.global_step:
+            if 0 < args.total_timesteps < min(self.global_step, self.checkpoint["args"]["total_timesteps"]):
                 raise SystemExit(f"--total-timesteps {args.total_timesteps}: the run has {self.global_step} already")
         else:
             name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(
@@ -955,7 +959,8 @@ class Run:
                 config=vars(self.args),
                 sync_tensorboard=True,
             )
-        plan = f"{self.directory}: {self.num_iterations} iterations of {self.batch_size} steps on {self.device}"
+        size = f"{self.num_iterations} iterations of {self.batch_size}" if self.args.num_steps else f"{self.budget}"
+        plan = f"{self.directory}: {size} steps on {self.device}"
         left = self.args.total_timesteps % self.batch_size
         print(
             plan + (f"; the last {left} of {self.args.total_timesteps} steps are left out" if left else ""), flush=True
@@ -1016,9 +1021,9 @@ class Run:
         except OSError as error:
             raise SystemExit(f"{file} can't be written: {error}") from None
 
-    def step(self, episodes):
-        """Counts one step of all environments and logs the episodes, [(return, length)], that ended in it."""
-        self.global_step += self.args.num_envs
+    def step(self, episodes, steps=None):
+        """Counts a step of all environments, or `steps`; logs the episodes, [(return, length)], that ended in it."""
+        self.global_step += self.args.num_envs if steps is None else steps
         for episodic_return, length in episodes:
             self.log({"charts/episodic_return": episodic_return, "charts/episodic_length": length})
             self.recent_returns.append(episodic_return)
@@ -1030,7 +1035,7 @@ class Run:
     def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
         """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
         seconds = rollout_seconds + update_seconds
-        speed = self.batch_size / seconds
+        speed = (self.global_step - self.snapshot["global_step"]) / seconds
         self.log(scalars | {"time/rollout": rollout_seconds, "time/update": update_seconds, "charts/SPS": speed})
         tensors = [p.detach() for part in self.parts.values() if isinstance(part, nn.Module) for p in part.parameters()]
         tensors.append(torch.tensor([value for name, value in scalars.items() if name.endswith("_loss")]))
@@ -1044,15 +1049,15 @@ class Run:
         self.iteration = iteration
         self.training_seconds += seconds
         self._take_snapshot()
-        last, interval = iteration == self.num_iterations, self.args.checkpoint_interval
+        last, interval = self.global_step >= self.budget, self.args.checkpoint_interval
         if last or (interval and iteration % interval == 0):
             self._save()
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
-        left = int((self.num_iterations - iteration) * seconds)
+        left = max(0, int((self.budget - self.global_step) / speed))
         line = f"step {self.global_step}/{self.args.total_timesteps}  {speed:.0f} steps/s  return {mean}  "
         line += f"{left // 3600}h{left // 60 % 60:02d}m{left % 60:02d}s left"
         if sys.stdout.isatty():
-            filled = 20 * iteration // self.num_iterations
+            filled = min(20, 20 * self.global_step // self.budget)
             line = f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {line}"
         print(line, end="" if sys.stdout.isatty() and not last else "\n", flush=True)
 
@@ -1071,7 +1076,7 @@ class Run:
             "mean_return_last_100": float(np.mean(self.recent_returns)) if self.recent_returns else None,
             "eval_returns": eval_returns,
             "wall_seconds": self.seconds + time.perf_counter() - self.started,
-            "steps_per_second": self.iteration * self.batch_size / max(self.training_seconds, 1e-9),
+            "steps_per_second": self.snapshot["global_step"] / max(self.training_seconds, 1e-9),
             "versions": {"python": platform.python_version(), **{x: sys.modules[x].__version__ for x in packages}},
             "commit": commit or None,
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
@@ -1084,7 +1089,7 @@ class Run:
         if returns:
             self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
-        left_out = {name for name, part in self.parts.items() if isinstance(part, torch.optim.Optimizer)} | {"rng"}
+        left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}
         self._write(policy, self.directory / "policy.pt")
         print(f"finished: {self.directory}")

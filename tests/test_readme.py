@@ -22,6 +22,7 @@ WRITTEN_BY = {
     "losses/explained_variance_after": ["ppo_value_first"],
     "losses/advantage_variance_ratio": ["ppo_value_first"],
     "losses/clamped_targets": [],
+    **dict.fromkeys(("losses/kl", "losses/beta", "losses/epochs", "time/policy", "time/value"), ["ppo_kl_adaptive"]),
 }
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 # With the README's `from {script} import Agent, Args` in the base's snippet, as it says there.

@@ -23,13 +23,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
+import ppo_kl_adaptive as adaptive
 import ppo_mlp_gaussian as base
 import ppo_value_first as value_first
 
 TESTS = Path(__file__).resolve().parent
 BATCH = 64
 
-SCRIPTS = {"base": base, "flagship": flagship, "comb": comb, "value-first": value_first}
+SCRIPTS = {"base": base, "flagship": flagship, "comb": comb, "value-first": value_first, "adaptive": adaptive}
 both = pytest.mark.parametrize("module", [base, flagship], ids=["base", "flagship"])
 every = pytest.mark.parametrize("module", SCRIPTS.values(), ids=SCRIPTS)
 
@@ -182,7 +183,7 @@ def test_another_process_with_the_same_seed_is_the_same_run(runs, tmp_path):
 # Curves
 
 
-@both
+@every
 def test_curves_go_on_without_a_gap_or_a_double_point_and_elsewhere(module, tmp_path, monkeypatch):
     logged, log, save, step = [], module.Run.log, module.Run._save, module.Run.step
 
@@ -190,8 +191,8 @@ def test_curves_go_on_without_a_gap_or_a_double_point_and_elsewhere(module, tmp_
         logged.extend((name, run.global_step, float(value)) for name, value in scalars.items())
         log(run, scalars)
 
-    def step_and_stop(run, episodes):
-        step(run, episodes)
+    def step_and_stop(run, *inputs):
+        step(run, *inputs)
         if run.global_step > 3 * BATCH + BATCH // 2:
             raise Stop
 
@@ -337,7 +338,7 @@ def test_evaluation_alone_as_a_process(copied):
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
-@both
+@every
 def test_evaluation_does_not_change_the_training(module, tmp_path):
     module.train(small_args(module, tmp_path / "without", eval_episodes=0))
     module.train(small_args(module, tmp_path / "with", eval_episodes=3, eval_interval=1))

@@ -16,7 +16,12 @@ DIFFERENT = {
     ("ppo_interleaved_gru_beta.py", "mlp"): "encoders and decoder have other depths than the base's networks",
 }
 # Most lines outside the plumbing that a variant may add to the base.
-MOST_ADDED = {"ppo_interleaved_gru_beta.py": 330, "ppo_comb_dist.py": 120, "ppo_value_first.py": 200}
+MOST_ADDED = {
+    "ppo_interleaved_gru_beta.py": 330,
+    "ppo_value_first.py": 200,
+    "ppo_kl_adaptive.py": 370,
+    "ppo_comb_dist.py": 120,
+}
 
 
 def halves(name):

@@ -20,6 +20,7 @@ import torch
 
 import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
+import ppo_kl_adaptive as adaptive
 import ppo_mlp_gaussian as base
 import ppo_value_first as value_first
 
@@ -249,6 +250,7 @@ def test_killed_parent_leaves_no_process(start, env):
         ("ppo_mlp_gaussian", signal.SIGTERM, True),
         ("ppo_interleaved_gru_beta", signal.SIGINT, True),
         ("ppo_value_first", signal.SIGINT, True),
+        ("ppo_kl_adaptive", signal.SIGTERM, False),
     ],
 )
 def test_signal_saves_the_last_whole_iteration(start, script, signum, whole_group):
@@ -485,6 +487,7 @@ def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
         (base, "DictObservation", ["observation", "Dict"]),
         (base, "DiscreteAction", ["action", "Discrete(3)"]),
         (flagship, "DictObservation", ["observation", "Dict"]),
+        (adaptive, "DictObservation", ["observation", "Dict"]),
         (flagship, "InfiniteBounds", ["action", "finite bounds"]),
         (comb, "DiscreteAction", ["action", "Discrete(3)"]),
         (comb, "InfiniteBounds", ["finite action bounds", "inf"]),
@@ -545,6 +548,9 @@ def test_missing_humanoid_bench_is_one_line(start, tmp_path):
         (base, {"total_timesteps": 0}, ["--total-timesteps 0", "--resume"]),
         (base, {"eval_interval": 1}, ["--eval-interval", "--eval-episodes"]),
         (flagship, {"num_envs": 0}, ["--num-envs 0"]),
+        (base, {"num_steps": 0}, ["--num-steps 0"]),
+        (adaptive, {"num_steps": -1}, ["--num-steps -1"]),
+        (adaptive, {"num_minibatches": 3}, ["--num-minibatches 3", "64", "equal parts"]),
         (flagship, {"window": 0}, ["--window 0"]),
         (flagship, {"hidden_size": 0}, ["--hidden-size 0"]),
         (flagship, {"init_concentration": 1.0}, ["--init-concentration 1.0"]),
