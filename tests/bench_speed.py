@@ -192,7 +192,7 @@ def train(command, mark, batch_size, seconds=None, **environment):
 
 
 def run_script(script, flags, batch_size, seconds=None, shares=None):
-    """Steps/s of one of our scripts; the rollout's steps/s and share of the time are appended to `shares`."""
+    """Steps/s of one of our scripts; the rollout's steps/s and {part: share of the time} are appended to `shares`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, ROOT / f"{script}.py", "--eval-episodes", 0, "--run-dir", f"{folder}/run"]
         speed = train([*command, *flags.split()], " steps/s", batch_size, seconds)
@@ -201,11 +201,12 @@ def run_script(script, flags, batch_size, seconds=None, shares=None):
 
             events = EventAccumulator(f"{folder}/run")
             events.Reload()
-            rollout, update = (
-                sum(x.value for x in events.Scalars(f"time/{name}")[1:]) for name in ("rollout", "update")
-            )
+            split = "time/policy" in events.Tags()["scalars"]
+            parts = ("rollout", "policy", "value") if split else ("rollout", "update")
+            seconds = {name: sum(x.value for x in events.Scalars(f"time/{name}")[1:]) for name in parts}
             iterations = len(events.Scalars("time/rollout")) - 1
-            shares.append((batch_size * iterations / rollout, rollout / (rollout + update)))
+            total = sum(seconds.values())
+            shares.append((batch_size * iterations / seconds["rollout"], {x: seconds[x] / total for x in parts}))
     return speed
 
 
@@ -355,15 +356,31 @@ def gpu(args):
     print_shares(shares)
 
 
+def kl(args):
+    """Whole training of the adaptive KL script's preset `post` against the base's: HalfCheetah-v5."""
+    base = ("ppo_mlp_gaussian", f"{SHARED_BATCH} --total-timesteps {2048 * 20}", 2048)
+    post = ("ppo_kl_adaptive", f"--total-timesteps {5000 * 8}", 5000)
+    contenders, shares = {}, {}
+    for run, (script, flags, batch_size) in {"base": base, "adaptive KL, preset post": post}.items():
+        shares[run] = []
+        contenders[run] = partial(run_script, script, f"{flags} --no-cuda", batch_size, None, shares[run])
+    speeds = compare(args.rounds, contenders)
+    print("## kl: whole training on the CPU, HalfCheetah-v5, iterations of 5 episodes against the base's 2048 steps\n")
+    table(speeds, [("adaptive KL, preset post", "base", 1)])
+    print_shares(shares)
+
+
 def print_shares(shares):
     for name, values in shares.items():
-        share = statistics.median(share for _, share in values)
-        print(f"- {name}: {share:.0%} of the time in rollouts, {1 - share:.0%} in updates")
+        parts = {part: statistics.median(share[part] for _, share in values) for part in values[0][1]}
+        print(f"- {name}: of the time " + ", ".join(f"{share:.0%} {part}" for part, share in parts.items()))
     print(flush=True)
 
 
 def main():
-    sections = {"vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "gpu": gpu}
+    sections = {
+        "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl, "gpu": gpu,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=3)

@@ -142,6 +142,26 @@ def test_logged_kl_is_the_one_after_the_update():
     assert scalars["losses/kl"] == pytest.approx(expected.item(), rel=1e-3) and scalars["losses/kl"] > 1e-6
 
 
+@pytest.mark.parametrize("preset", ["post", "paper"])
+def test_only_the_paper_updates_both_functions_at_once(preset):
+    args = ppo.Args(**ppo.Args.presets[preset] | {"update_epochs": 1, "num_minibatches": 1})
+    policy = agent(args)
+    before = {name: p.clone() for name, p in policy.named_parameters()}
+    scalars = ppo.update(
+        policy, adam(policy, 1e-3), ppo.minibatch_gradient, args, torch.tensor(1.0), random_batch(policy, 64)
+    )
+    changed = {name.split(".")[0] for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"actor", "log_std_copies"} | ({"critic"} if preset == "paper" else set())
+    assert (scalars["losses/value_loss"] > 0) == (preset == "paper")
+
+
+@pytest.mark.parametrize("objective", ["kl-fixed", "kl-adaptive"])
+def test_a_fixed_beta_stays(objective, tmp_path):
+    ppo.train(small_args(tmp_path / "run", objective=objective, beta=3.0, kl_targ=1e-9, total_timesteps=1))
+    carried = load(tmp_path / "run")["carried"]
+    assert carried["beta"] == (3.0 if objective == "kl-fixed" else 4.5) and carried["lr_multiplier"] == 1
+
+
 # The post's networks
 
 
@@ -343,6 +363,30 @@ def test_the_post_takes_a_time_limit_for_an_end(tmp_path, monkeypatch):
     ppo.train(small_args(tmp_path / "run", total_timesteps=1))
     assert [inputs[-1] for inputs in calls] == [0.98, 1.0]
     assert all(torch.equal(inputs[3], inputs[4]) and inputs[3].sum() >= 6 for inputs in calls)
+
+
+def test_reward_statistics_are_those_of_the_episodes_taken(tmp_path, monkeypatch):
+    rollouts, collect = [], ppo.collect
+    monkeypatch.setattr(
+        ppo, "collect", lambda *inputs, **more: rollouts.append(collect(*inputs, **more)) or rollouts[-1]
+    )
+    ppo.train(small_args(tmp_path / "run", norm_reward=True, norm_obs=False, total_timesteps=150))
+    discounted = []
+    for _, _, rewards, _, done, _, taken in rollouts:
+        for env in range(4):
+            running = 0.0
+            for row in range(len(taken)):
+                running = 0.995 * running + rewards[row, env].item()
+                if taken[row, env]:
+                    discounted.append(running)
+                if done[row, env]:
+                    running = 0.0
+    norm = load(tmp_path / "run")["return_norm"]
+    assert len(rollouts) > 1 and not all(rollout[-1].all() for rollout in rollouts)
+    assert norm["count"] == len(discounted)
+    assert norm["mean"].item() == pytest.approx(np.mean(discounted)) and norm["var"] == pytest.approx(
+        np.var(discounted)
+    )
 
 
 def test_value_fit_replays_the_batch_before():
