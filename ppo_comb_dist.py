@@ -521,11 +521,11 @@ class EnvError(RuntimeError):
     """An environment or the process that steps it failed; says which one, with the environment's own traceback."""
 
 
-def gym_make(env_id, eval_episodes=0, video_folder=None):
+def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwargs):
     """gymnasium.make for HumanoidBench's ids too, in silence, with one line where it fails; reports raw full episodes.
 
     For an evaluation of `eval_episodes` an environment without a time limit of its own gets one of 27000 steps; that
-    many episodes are recorded in `video_folder`.
+    many episodes are recorded in `video_folder`. `preprocess` wraps what is made with `kwargs` before all this.
     """
     hint = ""
     with redirect_stdout(io.StringIO()):
@@ -540,7 +540,10 @@ def gym_make(env_id, eval_episodes=0, video_folder=None):
                     hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
         try:
             # render_mode=None matters: HumanoidBench's default opens a GL context for each environment.
-            env = gym.make(env_id, render_mode="rgb_array" if video_folder else None, disable_env_checker=True)
+            render_mode = "rgb_array" if video_folder else None
+            env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True, **kwargs)
+            if preprocess is not None:
+                env = preprocess(env)
         except Exception as error:
             if not isinstance(error, (gym.error.Error, ImportError, OSError)):
                 traceback.print_exc()  # its constructor's own fault
@@ -559,7 +562,7 @@ def check_video(env_id):
     """Exits with one line where frames can't be rendered or encoded: better now than after the training."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            env = gym_make(env_id, 1, folder)
+            env = make_env(env_id, 1, folder)
             env.reset()
             env.close()
     except Exception as error:
@@ -592,20 +595,24 @@ def _worker(connection, make_env, seeds, first, shared, core):
     torch.set_num_threads(1)
     view = argparse.Namespace(**_views(shared))
     envs, generators, first_seeds = [], [], {}
+    ended_in_reset = {}  # episodes that ended inside a reset, as a game may in a wrapper's: the next step reports them
 
     def reset(i):
         draw = int(generators[i].integers(2**32))  # for environments that draw from the global generators
         random.seed(draw)
         np.random.seed(draw)
-        view.obs[first + i] = envs[i].reset(seed=first_seeds.pop(i, None))[0]
+        view.obs[first + i], info = envs[i].reset(seed=first_seeds.pop(i, None))
+        if "episode" in info:
+            ended_in_reset[i] = info["episode"]
 
     def step(i):
         nonlocal doing
         at = first + i
         obs, view.rewards[at], terminated, truncated, info = envs[i].step(view.actions[at].copy())
         view.terminated[at], view.truncated[at], view.episode_lengths[at] = terminated, truncated, 0
-        if "episode" in info:
-            view.episode_returns[at], view.episode_lengths[at] = info["episode"]["r"], info["episode"]["l"]
+        episode = info.get("episode") or ended_in_reset.pop(i, None)
+        if episode is not None:
+            view.episode_returns[at], view.episode_lengths[at] = episode["r"], episode["l"]
         if terminated or truncated:
             view.final_obs[at] = obs
             doing = "reset"
@@ -1064,7 +1071,7 @@ class Run:
     def _write_result(self, status, eval_returns):
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        packages = [name for name in ("torch", "numpy", "gymnasium", "mujoco") if name in sys.modules]
+        packages = [name for name in ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "cv2") if name in sys.modules]
         result = {
             "status": status,
             "env_id": self.args.env_id,

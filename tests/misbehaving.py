@@ -19,11 +19,11 @@ FAULT_STEP = 45
 
 
 class Misbehaving(gym.Env):
-    """A point that chance and the two actions push around; an episode ends where it is too far out."""
+    """A point that chance and two actions (or one of three) push around; an episode ends where it is too far out."""
 
     made = 0
 
-    def __init__(self, fault=None, bound=1.0, render_mode=None):
+    def __init__(self, fault=None, bound=1.0, discrete=False, render_mode=None):
         self.faulty = Misbehaving.made % 2 == 1
         Misbehaving.made += 1
         self.fault, self.render_mode, self.steps = fault, render_mode, 0
@@ -31,7 +31,7 @@ class Misbehaving(gym.Env):
         self.action_space = gym.spaces.Box(-bound, bound, (2,), np.float32)
         if fault == "dict observation":
             self.observation_space = gym.spaces.Dict({"point": self.observation_space})
-        if fault == "discrete action":
+        if discrete:
             self.action_space = gym.spaces.Discrete(3)
         if fault == "binary actions":
             self.action_space = gym.spaces.MultiBinary(2)
@@ -59,7 +59,7 @@ class Misbehaving(gym.Env):
             raise RuntimeError("can't get up")
         # Every source of randomness that an environment may use.
         self.point = np.array([self.np_random.normal(), np.random.normal(), random.gauss(0, 1)])
-        self.point[2] += 0.1 * self.action_space.sample()[0]
+        self.point[2] += 0.1 * np.ravel(self.action_space.sample())[0]
         return self.point.copy(), {}
 
     def step(self, action):
@@ -77,7 +77,7 @@ class Misbehaving(gym.Env):
             self.log("fault")
             time.sleep(120)
         self.point += 0.1 * self.np_random.normal(size=3)
-        self.point[:2] += 0.3 * action.clip(-1, 1)
+        self.point[:2] += 0.3 * (action - 1 if np.ndim(action) == 0 else action.clip(-1, 1))
         obs, reward = self.point.copy(), -float(np.square(self.point).sum())
         terminated = bool(np.abs(self.point).max() > 2.5)
         if self.due("observation not finite"):
@@ -101,10 +101,11 @@ register("Healthy")
 register("InfiniteBounds", bound=np.inf)
 register("EqualBounds", bound=0.0)
 register("DictObservation", "dict observation")
-register("DiscreteAction", "discrete action")
+register("DiscreteAction", discrete=True)
 register("BinaryActions", "binary actions")
 register("RaiseInConstructor", "raise in constructor")
 register("RaiseInStep", "raise in step")
+register("DiscreteRaiseInStep", "raise in step", discrete=True)
 register("RaiseInReset", "raise in reset")
 register("KilledInStep", "killed in step")
 register("ExitInStep", "exit in step")

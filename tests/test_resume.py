@@ -24,14 +24,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
 import ppo_kl_adaptive as adaptive
+import ppo_lstm_atari as recurrent
 import ppo_mlp_gaussian as base
 import ppo_value_first as value_first
 
 TESTS = Path(__file__).resolve().parent
 BATCH = 64
 
-SCRIPTS = {"base": base, "flagship": flagship, "comb": comb, "value-first": value_first, "adaptive": adaptive}
-both = pytest.mark.parametrize("module", [base, flagship], ids=["base", "flagship"])
+SCRIPTS = {
+    "base": base, "flagship": flagship, "comb": comb, "value-first": value_first, "adaptive": adaptive,
+    "recurrent": recurrent,
+}  # fmt: skip
 every = pytest.mark.parametrize("module", SCRIPTS.values(), ids=SCRIPTS)
 
 
@@ -41,8 +44,8 @@ class Stop(Exception):
 
 def small_args(module, directory, iterations=3, **changes):
     sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "num_workers": 2}
-    sizes |= {"eval_episodes": 0, "cuda": False, "env_id": "misbehaving:Healthy-v0"}
-    sizes |= {"norm_obs": True, "norm_reward": True}
+    env_id = "misbehaving:DiscreteAction-v0" if module is recurrent else "misbehaving:Healthy-v0"
+    sizes |= {"eval_episodes": 0, "cuda": False, "norm_obs": True, "norm_reward": True, "env_id": env_id}
     return module.Args(**sizes | {"run_dir": str(directory), "total_timesteps": iterations * BATCH} | changes)
 
 
@@ -274,7 +277,7 @@ def test_policy_is_the_checkpoint_without_what_only_training_needs(module, runs)
     assert not list(runs[module].glob("*.tmp"))
 
 
-@both
+@every
 def test_args_and_result_hold_what_other_tools_read(module, runs):
     directory = runs[module]
     args, result = (json.loads((directory / f"{name}.json").read_text()) for name in ("args", "result"))
@@ -282,7 +285,7 @@ def test_args_and_result_hold_what_other_tools_read(module, runs):
     fields = """status env_id script seed args global_step iterations mean_return_last_100 eval_returns wall_seconds
     steps_per_second versions commit device"""
     assert result.keys() == set(fields.split())
-    assert (result["status"], result["env_id"]) == ("finished", "misbehaving:Healthy-v0")
+    assert (result["status"], result["env_id"]) == ("finished", small_args(module, directory).env_id)
     assert (result["script"], result["seed"], result["device"]) == (module.__name__, 1, "cpu")
     assert (result["global_step"], result["iterations"], len(result["eval_returns"])) == (3 * BATCH, 3, 5)
     assert result["mean_return_last_100"] == pytest.approx(np.mean(load(directory)["recent_returns"]))

@@ -21,6 +21,7 @@ import torch
 import ppo_comb_dist as comb
 import ppo_interleaved_gru_beta as flagship
 import ppo_kl_adaptive as adaptive
+import ppo_lstm_atari as recurrent
 import ppo_mlp_gaussian as base
 import ppo_value_first as value_first
 
@@ -30,6 +31,7 @@ LIMIT = 20  # seconds to report a fault: it should take 5
 SIGNAL_LIMIT = 10  # seconds to save and leave after a signal: it should take under 5
 SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1, "num_workers": 2, "eval_episodes": 0}
 BATCH = 64
+DISCRETE = {"ppo_lstm_atari"}  # scripts that need discrete actions
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds orphans in /proc")
 
@@ -123,8 +125,13 @@ def start(tmp_path):
         process.kill()
 
 
+def healthy(script):
+    return "DiscreteAction" if script in DISCRETE else "Healthy"
+
+
 def small_args(module, directory, **changes):
-    sizes = SMALL | {"cuda": False, "total_timesteps": 3 * BATCH, "env_id": "misbehaving:Healthy-v0"}
+    env_id = f"misbehaving:{healthy(module.__name__)}-v0"
+    sizes = SMALL | {"cuda": False, "total_timesteps": 3 * BATCH, "env_id": env_id}
     return module.Args(**sizes | {"run_dir": str(directory)} | changes)
 
 
@@ -136,7 +143,7 @@ def assert_resumes(directory, module=base, iterations=2):
     """The checkpoint is finite and training goes on from it."""
     checkpoint = load(directory)
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
-    saved = checkpoint["args"] | {"env_id": "misbehaving:Healthy-v0"}  # the fault is repaired
+    saved = checkpoint["args"] | {"env_id": f"misbehaving:{healthy(module.__name__)}-v0"}  # the fault is repaired
     torch.save(checkpoint | {"args": saved}, directory / "checkpoint.pt")
     total = checkpoint["global_step"] + iterations * BATCH
     result = module.train(module.Args(**saved | {"resume": str(directory), "total_timesteps": total}))
@@ -187,14 +194,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    "script, env", [*(("ppo_mlp_gaussian", env) for env in FAULTS), ("ppo_interleaved_gru_beta", "RaiseInStep")]
+    "script, env",
+    [
+        *(("ppo_mlp_gaussian", env) for env in FAULTS),
+        ("ppo_interleaved_gru_beta", "RaiseInStep"),
+        ("ppo_lstm_atari", "DiscreteRaiseInStep"),
+    ],
 )
 def test_fault_in_an_environment_is_reported_and_nothing_is_lost(start, script, env):
     run = start("--checkpoint-interval=0", "--total-timesteps=64000", env=env, script=script)
     run.process.wait(START_LIMIT)
     ended = time.time()
-    raised = env.startswith("Raise")
-    run.assert_ends(1, FAULTS[env], f"--resume {run.directory}", traceback=raised)
+    raised = "Raise" in env
+    run.assert_ends(1, FAULTS[env.removeprefix("Discrete")], f"--resume {run.directory}", traceback=raised)
     assert ended - min(at for _, at in run.events("fault")) < LIMIT
     if raised:  # the environment's own
         assert "misbehaving.py" in run.stderr.read_text()
@@ -251,10 +263,11 @@ def test_killed_parent_leaves_no_process(start, env):
         ("ppo_interleaved_gru_beta", signal.SIGINT, True),
         ("ppo_value_first", signal.SIGINT, True),
         ("ppo_kl_adaptive", signal.SIGTERM, False),
+        ("ppo_lstm_atari", signal.SIGINT, True),
     ],
 )
 def test_signal_saves_the_last_whole_iteration(start, script, signum, whole_group):
-    run = start("--checkpoint-interval=0", "--total-timesteps=64000000", script=script)
+    run = start("--checkpoint-interval=0", "--total-timesteps=64000000", script=script, env=healthy(script))
     run.wait_until(lambda: len(run.steps()) >= 2)
     sent = time.time()
     (os.killpg if whole_group else os.kill)(run.process.pid, signum)
@@ -422,7 +435,7 @@ def test_resume_with_a_budget_that_is_used_up_or_elsewhere_is_one_line(monkeypat
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("module", [base, flagship])
+@pytest.mark.parametrize("module", [base, flagship, recurrent])
 def test_policy_can_not_be_trained_on(module, tmp_path):
     module.train(small_args(module, tmp_path / "run"))
     policy = tmp_path / "run" / "policy.pt"
@@ -447,8 +460,14 @@ def test_run_directory_that_can_not_be_made_is_one_line(tmp_path):
 # Divergence
 
 
-@pytest.mark.parametrize("module", [base, flagship, comb, value_first])
-@pytest.mark.parametrize("change", [{"env_id": "misbehaving:EnormousRewards-v0"}, {"learning_rate": 1e30}], ids=str)
+@pytest.mark.parametrize(
+    "module, change",
+    [
+        *((module, {"env_id": "misbehaving:EnormousRewards-v0"}) for module in (base, flagship, comb, value_first)),
+        *((module, {"learning_rate": 1e30}) for module in (base, flagship, comb, value_first, recurrent)),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else None,
+)
 def test_divergence_keeps_the_last_good_checkpoint(module, change, tmp_path):
     directory = tmp_path / "run"
     args = small_args(module, directory, norm_reward=False, num_minibatches=1, total_timesteps=640, **change)

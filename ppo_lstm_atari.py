@@ -1,0 +1,1217 @@
+# /// script
+# requires-python = ">=3.11,<3.13"
+# dependencies = [
+#     "ale-py==0.12.1",
+#     "gymnasium==1.4.0",
+#     "moviepy==2.2.1",
+#     "numpy==2.4.6",
+#     "opencv-python-headless==5.0.0.93",
+#     "tensorboard==2.21.0",
+#     "torch==2.13.0",
+#     "tyro==1.0.17",
+# ]
+# ///
+"""Recurrent PPO for Atari games, from single frames: an LSTM or a GRU (--rnn) remembers what one frame can't show.
+
+A CNN encodes the frame, the RNN carries a state through the episode, linear heads give policy and value:
+
+    x_t        = CNN(frame_t)                                    (an MLP for vector observations)
+    h_t        = RNN(x_t, h_{t-1}),   h_{t-1} = 0 where an episode begins
+    pi(a|s_t)  = softmax(W_pi h_t + b_pi)_a,   V(s_t) = w_V h_t + b_V
+    L          = L_policy + vf_coef * L_value - ent_coef * entropy                      (the base's)
+
+The update goes over whole sequences: a minibatch holds all steps of some environments, cut into sequences where
+episodes begin. `pack` orders their rows as cuDNN's packed sequences, so one call of the RNN takes all of them, from the
+states that the rollout had, without padding and without a loop over time.
+
+Source: "Advancements in PPO", third experiment (LSTM against GRU on Pong, BeamRider and Breakout NoFrameskip-v4), in
+the setting of CleanRL's ppo_atari_lstm.py. Beyond the idea it differs from the base in that setting: categorical
+policy, normalisation off, log-probabilities and values kept from the rollout.
+
+Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru
+Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari__1__1700000000
+"""
+
+import argparse
+import copy
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import platform
+import random
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections import deque
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, a part of the run directory's name"""
+    seed: int = 1
+    """seed of the networks, the sampling and the environments"""
+    torch_deterministic: bool = True
+    """deterministic cuDNN algorithms"""
+    cuda: bool = True
+    """use a GPU where there is one"""
+    track: bool = False
+    """send the curves to Weights & Biases too (pip install wandb)"""
+    wandb_project_name: str = "ppo"
+    """the project there"""
+    wandb_entity: str | None = None
+    """the entity (team) there"""
+    capture_video: bool = False
+    """record the evaluation episodes to RUN_DIR/videos (needs MUJOCO_GL=egl or osmesa)"""
+    num_workers: int = 0
+    """processes that step the environments; 0: one for each core"""
+    compile: bool = False
+    """compile the policy step and the update with torch.compile (needs a C++ compiler; a minute at the start)"""
+    checkpoint_interval: int = 20
+    """iterations between checkpoints; 0: only at the end and when stopped"""
+    resume: str | None = None
+    """a run directory, checkpoint.pt or policy.pt to go on from; with --total-timesteps 0 it is only evaluated"""
+    run_dir: str | None = None
+    """directory of the run; runs/{env_id}__{exp_name}__{seed}__{unix_time} if not given"""
+    eval_episodes: int = 10
+    """greedy episodes in an evaluation; 0: no evaluation"""
+    eval_interval: int = 0
+    """iterations between evaluations; 0: only at the end"""
+
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """id of a Gymnasium environment, or module:id"""
+    total_timesteps: int = 10_000_000
+    """environment steps in all, summed over environments"""
+    learning_rate: float = 2.5e-4
+    """Adam's learning rate"""
+    num_envs: int = 8
+    """environments stepped side by side"""
+    num_steps: int = 128
+    """steps of each environment in an iteration"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly to 0"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches an epoch"""
+    update_epochs: int = 4
+    """passes over the batch in an iteration"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.1
+    """epsilon of the clipped surrogate objective"""
+    clip_vloss: bool = True
+    """clip the value's change too, by the same epsilon (37 details, 9)"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of the gradient, over all parameters"""
+    target_kl: float | None = None
+    """stop the update after an epoch whose mean KL exceeds this"""
+    norm_obs: bool = False
+    """normalise observations by running statistics and clip them at 10"""
+    norm_reward: bool = False
+    """divide rewards by the running standard deviation of the discounted return and clip them at 10"""
+
+    rnn: str = "lstm"
+    """the recurrent cell, lstm or gru"""
+    mask_velocity: bool = False
+    """hide the velocities of CartPole-v1, MountainCar-v0 or Acrobot-v1, which a policy then has to remember"""
+
+
+def press(env, action, info):
+    """One step as a part of a reset, which goes on if that ends the episode: -> observation and info of the reset.
+
+    The report of a game that ends here stays in the info, as nobody else sees it.
+    """
+    obs, _, terminated, truncated, step_info = env.step(action)
+    info = info | step_info
+    if terminated or truncated:
+        obs, step_info = env.reset()
+        info |= step_info
+    return obs, info
+
+
+class EpisodicLife(gym.Wrapper):
+    """Ends an episode with each life lost; the reset goes on with the game unless that is over (Mnih et al. 2015)."""
+
+    lives, over = 0, True
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.over = terminated or truncated
+        lost = 0 < info["lives"] < self.lives  # at 0 some games go on for a few frames before they are over
+        self.lives = info["lives"]
+        return obs, reward, terminated or lost, truncated, info
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs) if self.over else press(self.env, 0, {})
+        self.lives, self.over = info["lives"], False
+        return obs, info
+
+
+class FireReset(gym.Wrapper):
+    """Presses FIRE after each reset, for which some games wait."""
+
+    def reset(self, **kwargs):
+        _, info = self.env.reset(**kwargs)
+        return press(self.env, self.env.unwrapped.get_action_meanings().index("FIRE"), info)
+
+
+VELOCITIES = {"CartPole-v1": [1, 3], "MountainCar-v0": [1], "Acrobot-v1": [4, 5]}  # their places in the observation
+
+
+def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False):
+    """One environment; exits with one line if this script can't drive it.
+
+    Atari games run as in Mnih et al. 2015 but for the frame stack: up to 30 no-ops at the start, every 4th frame (the
+    maximum of two, 84 x 84, grey), an episode for each life, the reward's sign. What is reported is the whole game.
+    """
+    if ":" not in env_id and env_id not in gym.registry:
+        try:
+            import ale_py  # importing it registers its ids
+
+            ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from every process
+        except ImportError as error:
+            raise SystemExit(
+                f"--env-id {env_id}: not one of Gymnasium's own, and Atari games can't be imported ({error}): "
+                "pip install ale-py opencv-python-headless"
+            ) from None
+    if env_id in gym.registry and gym.registry[env_id].entry_point == "ale_py.env:AtariEnv":
+        preprocess = gym.wrappers.AtariPreprocessing
+        env = gym_make(env_id, eval_episodes, video_folder, preprocess, frameskip=1, obs_type="grayscale")
+        env = EpisodicLife(env)
+        if "FIRE" in env.unwrapped.get_action_meanings():
+            env = FireReset(env)
+        env = gym.wrappers.TransformReward(env, np.sign)
+    else:
+        env = gym_make(env_id, eval_episodes, video_folder)
+    if mask_velocity:
+        if env_id not in VELOCITIES:
+            raise SystemExit(f"--mask-velocity: knows the velocities of {', '.join(VELOCITIES)}, not of {env_id}")
+        mask = np.ones(env.observation_space.shape, env.observation_space.dtype)
+        mask[VELOCITIES[env_id]] = 0
+        env = gym.wrappers.TransformObservation(env, lambda obs: obs * mask, env.observation_space)
+    obs_space, action_space = env.observation_space, env.action_space
+    if not isinstance(obs_space, gym.spaces.Box) or (len(obs_space.shape) != 1 and obs_space.shape != (84, 84)):
+        raise SystemExit(
+            f"--env-id {env_id}: its observation space is {obs_space}; this script needs an Atari game or a flat Box"
+        )
+    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
+        raise SystemExit(f"--env-id {env_id}: its action space is {action_space}; this script needs Discrete(n)")
+    return env
+
+
+class RunningNorm(nn.Module):
+    """Mean and variance of everything seen, one set for all environments; normalises with them and clips at 10.
+
+    Only `update` changes them: by Chan et al.'s parallel formula, the same as one pass over all batches.
+    """
+
+    def __init__(self, shape):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, batch):
+        """Adds a batch [..., *shape]."""
+        batch = batch.reshape(-1, *self.mean.shape).double()
+        total = self.count + len(batch)
+        delta = batch.mean(0) - self.mean
+        m2 = self.var * self.count + batch.var(0, correction=0) * len(batch)
+        self.var.copy_((m2 + delta.square() * self.count * len(batch) / total) / total)
+        self.mean += delta * len(batch) / total
+        self.count.copy_(total)
+
+    def forward(self, x):
+        """[..., *shape] -> float32 [..., *shape] within [-10, 10]."""
+        return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
+
+
+def layer_init(layer, std=2**0.5):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def nature_cnn(output_dim):
+    """The CNN of Mnih et al. 2015 for one frame: [N, 1, 84, 84] -> [N, output_dim]"""
+    return nn.Sequential(
+        layer_init(nn.Conv2d(1, 32, 8, stride=4)),
+        nn.ReLU(),
+        layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+        nn.ReLU(),
+        layer_init(nn.Conv2d(64, 64, 3)),
+        nn.ReLU(),
+        nn.Flatten(),
+        layer_init(nn.Linear(64 * 7 * 7, output_dim)),
+        nn.ReLU(),
+    )
+
+
+def mlp(input_dim, output_dim, output_std):
+    return nn.Sequential(
+        layer_init(nn.Linear(input_dim, 64)),
+        nn.Tanh(),
+        layer_init(nn.Linear(64, 64)),
+        nn.Tanh(),
+        layer_init(nn.Linear(64, output_dim), output_std),
+    )
+
+
+class Agent(nn.Module):
+    """An encoder (the Nature CNN for 84 x 84 grey frames, an MLP for vectors), an LSTM or GRU, policy and value heads.
+
+    Observations come as the environment gives them; frames are scaled, and vectors normalised by `obs_norm`, in here.
+    The recurrent state is one tensor [cells, num_envs, 128]: an LSTM's h and c, a GRU's h.
+    """
+
+    def __init__(self, observation_space, action_space, args):
+        super().__init__()
+        self.pixels = len(observation_space.shape) == 2
+        if self.pixels and args.norm_obs:
+            raise SystemExit("--norm-obs: only for vector observations; frames are divided by 255")
+        self.obs_norm = RunningNorm(observation_space.shape) if args.norm_obs else nn.Identity()
+        num_features = 512 if self.pixels else 64
+        self.encoder = nature_cnn(num_features) if self.pixels else mlp(*observation_space.shape, num_features, 2**0.5)
+        self.rnn = (nn.LSTM if args.rnn == "lstm" else nn.GRU)(num_features, 128)
+        for name, parameter in self.rnn.named_parameters():
+            nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
+        self.actor = layer_init(nn.Linear(128, int(action_space.n)), 0.01)
+        self.critic = layer_init(nn.Linear(128, 1), 1.0)
+
+    def initial_state(self, num_envs=1):
+        """Zeros [cells, num_envs, 128]."""
+        return torch.zeros((2 if isinstance(self.rnn, nn.LSTM) else 1, num_envs, 128), device=self.critic.weight.device)
+
+    def encode(self, obs):
+        """[N, 84, 84] or [N, obs_dim] -> [N, features]"""
+        return self.encoder(obs[:, None] / 255 if self.pixels else self.obs_norm(obs.float()))
+
+    def recur(self, features, state, batch_sizes):
+        """Runs the RNN through packed sequences, from state [cells, sequences, 128] on.
+
+        features [N, ...] holds every sequence's first step, then every second step, and so on, the longest sequence
+        always first; batch_sizes counts the sequences that have such a step. -> outputs [N, 128], the last states.
+        """
+        lstm = len(state) == 2
+        packed = nn.utils.rnn.PackedSequence(features, torch.as_tensor(batch_sizes))
+        outputs, state = self.rnn(packed, tuple(state[:, None]) if lstm else state)
+        return outputs.data, torch.cat(state) if lstm else state
+
+    def step(self, obs, first, state):
+        """The next step of every environment: -> logits [num_envs, actions], values [num_envs], the state after it.
+
+        `first` [num_envs] says where an episode begins, and so with a state of zeros.
+        """
+        state = state.masked_fill(first[:, None], 0)
+        outputs, state = self.recur(self.encode(obs), state, [len(obs)])
+        return self.actor(outputs), self.critic(outputs).squeeze(-1), state
+
+    def sample(self, logits, generator=None):
+        """[..., actions] -> [...], by the Gumbel-max trick: as torch.multinomial, without its checks on the host."""
+        return (logits - torch.empty_like(logits).exponential_(generator=generator).log()).argmax(-1)
+
+    def log_prob(self, logits, actions):
+        """[..., actions] and [...] -> [...]"""
+        return logits.log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1)
+
+    def entropy(self, logits):
+        """[..., actions] -> [...]"""
+        log_probs = logits.log_softmax(-1)
+        return -(log_probs.exp() * log_probs).sum(-1)
+
+    @torch.no_grad()
+    def act(self, obs, first, state, generator=None):
+        """Actions [num_envs] for the environments' observations, and the state after them, to be passed next.
+
+        `first` [num_envs] says which environments have just been reset; the first state is `initial_state(num_envs)`.
+        For frames the actions are sampled, as in the published numbers; for vectors they are the likeliest.
+        """
+        logits, _, state = self.step(obs, first, state)
+        return self.sample(logits, generator) if self.pixels else logits.argmax(-1), state
+
+
+def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438), all [num_steps, num_envs].
+
+    next_values[t] is V of the state that really followed step t: the episode's last observation where it ended.
+    A terminal state is worth 0. A time limit is no terminal state: it bootstraps, but no advantage flows across it.
+    """
+    deltas = rewards + gamma * (1 - terminated) * next_values - values
+    decay = gamma * gae_lambda * (1 - done)
+    advantages = deltas.clone()
+    for t in reversed(range(len(rewards) - 1)):
+        advantages[t] += decay[t] * advantages[t + 1]
+    return advantages
+
+
+def discounted_returns(rewards, done, running, gamma):
+    """Each environment's discounted return so far, [num_steps, num_envs]; `running` [num_envs] goes on in place."""
+    returns = torch.empty_like(rewards)
+    for t in range(len(rewards)):
+        returns[t] = running.mul_(gamma).add_(rewards[t])
+        running *= 1 - done[t]
+    return returns
+
+
+def clipped_policy_loss(ratio, advantages, clip_coef):
+    """-min(ratio A, clip(ratio) A): zero gradient where the ratio is out of range on the side that A pushes it to."""
+    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)
+
+
+def clipped_value_loss(new_values, values, returns, clip_coef):
+    """Squared errors; with a clip_coef the larger of the error and that of V_old plus the clipped change."""
+    errors = (new_values - returns).square()
+    if clip_coef is None:
+        return errors
+    clipped = values + (new_values - values).clamp(-clip_coef, clip_coef)
+    return torch.max(errors, (clipped - returns).square())
+
+
+def pack(first, envs):
+    """How all steps of some environments fill packed sequences that are cut where an episode begins.
+
+    first [num_steps, num_envs] says where that is -> rows [N] of the flattened rollout, in the order that `Agent.recur`
+    wants; its batch_sizes; and for each sequence the environment whose state it goes on from, or num_envs for zeros.
+    """
+    num_steps, num_envs = first.shape
+    rows = np.arange(first.size).reshape(first.shape)[:, envs].T.ravel()  # one environment after the other, [N]
+    begins = first.ravel()[rows]
+    starts = np.flatnonzero(begins | (np.arange(rows.size) % num_steps == 0))
+    lengths = np.diff(starts, append=rows.size)
+    longest_first = np.argsort(-lengths, kind="stable")
+    starts, lengths = starts[longest_first], lengths[longest_first]
+    steps = np.arange(lengths[0])[:, None]
+    exists = steps < lengths  # [longest, sequences]
+    states = np.where(begins[starts], num_envs, rows[starts] % num_envs)
+    return rows[(starts + steps)[exists]], exists.sum(1), states
+
+
+def minibatch_gradient(agent, args, batch_sizes, state, obs, actions, log_probs, values, advantages, returns):
+    """Sets the clipped gradient of one minibatch's loss; returns what is logged: log_ratio [minibatch], losses [3]."""
+    outputs, _ = agent.recur(agent.encode(obs), state, batch_sizes)
+    logits = agent.actor(outputs)
+    log_ratio = agent.log_prob(logits, actions) - log_probs
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy_loss = clipped_policy_loss(log_ratio.exp(), advantages, args.clip_coef).mean()
+    clip_coef = args.clip_coef if args.clip_vloss else None
+    value_loss = 0.5 * clipped_value_loss(agent.critic(outputs).squeeze(-1), values, returns, clip_coef).mean()
+    entropy = agent.entropy(logits).mean()
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    return log_ratio.detach(), torch.stack([policy_loss, value_loss, entropy]).detach()
+
+
+def approximate_kl(log_ratio):
+    """KL(pi_old || pi) from samples of pi_old: mean of (ratio - 1) - log ratio (Schulman, "Approximating KL", k3)."""
+    return (log_ratio.exp() - 1 - log_ratio).mean()
+
+
+def update(agent, optimizer, minibatch_gradient, args, first, state, batch):
+    """`update_epochs` passes over the batch, a tuple of [batch_size, ...]; returns scalars, means over the update.
+
+    `first` [num_steps, num_envs] says where episodes begin, `state` [cells, num_envs, 128] is the one before the batch.
+    """
+    batch_size, device = len(batch[0]), state.device
+    state = torch.cat([state, torch.zeros_like(state[:, :1])], 1)
+    log_ratios, losses = [], []
+    for _ in range(args.update_epochs):
+        # A minibatch is all steps of some environments: [(rows, batch_sizes, environments of the states), ...]
+        groups = np.split(np.random.permutation(args.num_envs), args.num_minibatches)
+        rows, batch_sizes, states = zip(*(pack(first, envs) for envs in groups))
+        order, start = (torch.as_tensor(np.concatenate(x), device=device) for x in (rows, states))
+        shuffled = [x[order].split(batch_size // args.num_minibatches) for x in batch]  # gathered once an epoch
+        starts = state[:, start].split([len(x) for x in states], 1)
+        for minibatch in zip(batch_sizes, starts, *shuffled):
+            check_signals()
+            optimizer.zero_grad()
+            log_ratio, loss = minibatch_gradient(agent, args, *minibatch)
+            optimizer.step()
+            log_ratios.append(log_ratio)
+            losses.append(loss)
+        if args.target_kl is not None:
+            if approximate_kl(torch.cat(log_ratios[-args.num_minibatches :])) > args.target_kl:
+                break
+    log_ratio = torch.cat(log_ratios)
+    clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
+    metrics = [*torch.stack(losses).mean(0), -log_ratio.mean(), approximate_kl(log_ratio), clipfrac]
+    names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+    return {f"losses/{name}": value for name, value in zip(names, torch.stack(metrics).tolist())}
+
+
+def evaluate(agent, args, device, video_folder=None):
+    """Plays `eval_episodes` episodes, or whole games, on fresh environments; returns their returns and lengths.
+
+    The first so many started count, not the first finished, which would favour short ones.
+    """
+    if args.eval_episodes == 0:
+        return [], []
+    num_envs = 1 if video_folder else min(args.num_envs, args.eval_episodes)
+    make = partial(make_env, args.env_id, args.eval_episodes, video_folder, args.mask_velocity)
+    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
+        obs, first, state = envs.reset(), np.ones(num_envs, bool), agent.initial_state(num_envs)
+        generator = torch.Generator(device).manual_seed(args.seed)  # of its own, as training goes on with the other
+        playing, started, finished = list(range(num_envs)), num_envs, {}
+        while len(finished) < args.eval_episodes:
+            check_signals()
+            actions, state = agent.act(*(torch.as_tensor(x, device=device) for x in (obs, first)), state, generator)
+            obs, _, terminated, truncated = envs.step(actions.cpu().numpy())
+            first = terminated | truncated
+            for env, episode in zip(np.flatnonzero(envs.episode_lengths), envs.episodes):
+                if playing[env] < args.eval_episodes:
+                    finished[playing[env]] = episode
+                playing[env], started = started, started + 1
+    return [list(column) for column in zip(*(finished[i] for i in range(args.eval_episodes)))]
+
+
+def train(args: Args) -> dict:
+    """Trains (or, with a budget of 0, only evaluates) and returns what the run's result.json (eval.json) holds."""
+    check_args(args)
+    if args.rnn not in ("lstm", "gru"):
+        raise SystemExit(f"--rnn {args.rnn}: must be lstm or gru")
+    if args.num_envs % args.num_minibatches:
+        raise SystemExit(
+            f"--num-minibatches {args.num_minibatches}: must divide --num-envs {args.num_envs}, as a minibatch holds "
+            "whole sequences"
+        )
+    num_envs = args.num_envs if args.total_timesteps else 1
+    make = partial(make_env, args.env_id, mask_velocity=args.mask_velocity)
+    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
+        device = run.device
+        agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+        # The CNN's update uses every core. In the rollout a second thread would spin on a worker's core.
+        update_threads = torch.get_num_threads() if agent.pixels else 1
+        torch.set_num_threads(1)
+        if device.type == "cpu":
+            agent.to(memory_format=torch.channels_last)  # faster there
+        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        return_norm = RunningNorm(()).to(device)
+        run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
+        if args.total_timesteps == 0:
+            return run.evaluated(*evaluate(agent, args, device, run.video_folder))
+        policy, gradient = agent.step, minibatch_gradient
+        if args.compile:
+            agent.recur = torch.compiler.disable(agent.recur)  # eager: the number of sequences varies
+            policy, gradient = compile_function(policy, device), compile_function(gradient, device)
+
+        next_obs, next_first = envs.reset(), np.ones(args.num_envs, bool)
+        obs = torch.zeros((args.num_steps, *next_obs.shape), dtype=torch.as_tensor(next_obs).dtype, device=device)
+        actions = torch.zeros((args.num_steps, args.num_envs), dtype=torch.long, device=device)
+        log_probs, values = torch.zeros((2, args.num_steps, args.num_envs), device=device)
+        rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
+        # Where an episode begins, and where the next row holds no next state.
+        first, ends = np.zeros((2, args.num_steps, args.num_envs), bool)
+        running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
+        state = agent.initial_state(args.num_envs)  # [cells, num_envs, 128]
+
+        for iteration in range(run.iteration + 1, run.num_iterations + 1):
+            left = 1 - (iteration - 1) / run.num_iterations if args.anneal_lr else 1
+            optimizer.param_groups[0]["lr"] = args.learning_rate * left
+
+            # Collect. The policy and the observation statistics stay as they are until the update.
+            rollout_start = time.perf_counter()
+            start_state = state
+            last_obs, last_states = [], []  # what followed each step of `ends`, in its order, and the state before it
+            for step in range(args.num_steps):
+                check_signals()
+                obs[step], first[step] = torch.as_tensor(next_obs, device=device), next_first
+                with torch.no_grad():
+                    logits, values[step], state = policy(obs[step], torch.as_tensor(next_first, device=device), state)
+                    actions[step] = agent.sample(logits)
+                    log_probs[step] = agent.log_prob(logits, actions[step])
+                    env_actions = actions[step].cpu().numpy()
+                next_obs, rewards[step], terminated[step], truncated = envs.step(env_actions)
+                next_first = done[step] = envs.terminated | truncated
+                ends[step] = next_first | (step == args.num_steps - 1)
+                if ends[step].any():
+                    followed = next_obs.copy()
+                    followed[next_first] = envs.final_obs[next_first]
+                    last_obs.append(followed[ends[step]])
+                    last_states.append(state[:, np.flatnonzero(ends[step])])
+                run.step(envs.episodes)
+
+            # Advantages. A time limit bootstraps with the state of its moment, and so does the end of the rollout.
+            update_start = time.perf_counter()
+            torch.set_num_threads(update_threads)
+            with torch.no_grad():
+                rewards_t, terminated_t, done_t = (torch.tensor(x, device=device) for x in (rewards, terminated, done))
+                next_values = torch.cat([values[1:], values[-1:]])
+                last_obs = torch.as_tensor(np.concatenate(last_obs), device=device)
+                no_first = torch.zeros(len(last_obs), dtype=torch.bool, device=device)
+                last_values = agent.step(last_obs, no_first, torch.cat(last_states, 1))[1]
+                next_values[torch.as_tensor(ends, device=device)] = last_values
+                scaled_rewards = rewards_t
+                if args.norm_reward:
+                    scaled_rewards = (rewards_t / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10)
+                advantages = compute_gae(
+                    scaled_rewards, values, next_values, terminated_t, done_t, args.gamma, args.gae_lambda
+                )
+                returns = advantages + values
+                explained_variance = 1 - (returns - values).var() / returns.var()
+
+            # Update, then let the statistics see the rollout.
+            batch = tuple(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns))
+            scalars = update(agent, optimizer, gradient, args, first, start_state, batch)
+            if args.norm_obs:
+                agent.obs_norm.update(obs)
+            if args.norm_reward:
+                return_norm.update(discounted_returns(rewards_t.double(), done_t, running_return, args.gamma))
+            torch.set_num_threads(1)
+            end = time.perf_counter()
+
+            # Log and save.
+            scalars["losses/explained_variance"] = explained_variance.item()
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)
+            if args.eval_interval and iteration % args.eval_interval == 0 and iteration < run.num_iterations:
+                run.log({"eval/episodic_return": np.mean(evaluate(agent, args, device)[0])})
+
+        return run.finish(*evaluate(agent, args, device, run.video_folder))
+
+
+# Plumbing: the same text in every script
+
+
+class EnvError(RuntimeError):
+    """An environment or the process that steps it failed; says which one, with the environment's own traceback."""
+
+
+def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwargs):
+    """gymnasium.make for HumanoidBench's ids too, in silence, with one line where it fails; reports raw full episodes.
+
+    For an evaluation of `eval_episodes` an environment without a time limit of its own gets one of 27000 steps; that
+    many episodes are recorded in `video_folder`. `preprocess` wraps what is made with `kwargs` before all this.
+    """
+    hint = ""
+    with redirect_stdout(io.StringIO()):
+        if ":" not in env_id and env_id not in gym.registry:
+            try:
+                import humanoid_bench.tasks  # importing it registers its ids
+
+                # Its render passes two arguments too many for this Gymnasium.
+                humanoid_bench.tasks.Task.render = lambda task: task._env.mujoco_renderer.render(task._env.render_mode)
+            except ImportError as error:
+                if env_id.startswith(("h1", "g1")):
+                    hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
+        try:
+            # render_mode=None matters: HumanoidBench's default opens a GL context for each environment.
+            render_mode = "rgb_array" if video_folder else None
+            env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True, **kwargs)
+            if preprocess is not None:
+                env = preprocess(env)
+        except Exception as error:
+            if not isinstance(error, (gym.error.Error, ImportError, OSError)):
+                traceback.print_exc()  # its constructor's own fault
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise SystemExit(f"--env-id {env_id}: {message}{hint}") from None
+    if eval_episodes and env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, 27000)
+    env = gym.wrappers.RecordEpisodeStatistics(env)
+    if video_folder:
+        with warnings.catch_warnings(action="ignore"):  # that the folder exists
+            env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
+    return env
+
+
+def check_video(env_id):
+    """Exits with one line where frames can't be rendered or encoded: better now than after the training."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            env = make_env(env_id, 1, folder)
+            env.reset()
+            env.close()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise SystemExit(
+            f"--capture-video: {reason}. Set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or MUJOCO_GL=osmesa "
+            "(Debian's libosmesa6) before starting; moviepy encodes the frames"
+        ) from None
+
+
+RESET, STEP, DONE, FAULT = b"r", b"s", b"d", b"f"  # what goes through the pipes
+
+
+def _views(shared):
+    return {name: np.frombuffer(memory, dtype).reshape(shape) for name, (memory, dtype, shape) in shared.items()}
+
+
+def _worker(connection, make_env, seeds, first, shared, core):
+    """Steps the environments `first`, `first + 1`, ... at each byte; answers with one, after a fault with a message."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides when a run ends
+    # End with the parent, even in the middle of a step: its sentinel is ready as soon as it is gone, however it went.
+    sentinel = multiprocessing.parent_process().sentinel
+    threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
+    if core is not None:
+        os.sched_setaffinity(0, [core])
+    # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    torch.set_num_threads(1)
+    view = argparse.Namespace(**_views(shared))
+    envs, generators, first_seeds = [], [], {}
+    ended_in_reset = {}  # episodes that ended inside a reset, as a game may in a wrapper's: the next step reports them
+
+    def reset(i):
+        draw = int(generators[i].integers(2**32))  # for environments that draw from the global generators
+        random.seed(draw)
+        np.random.seed(draw)
+        view.obs[first + i], info = envs[i].reset(seed=first_seeds.pop(i, None))
+        if "episode" in info:
+            ended_in_reset[i] = info["episode"]
+
+    def step(i):
+        nonlocal doing
+        at = first + i
+        obs, view.rewards[at], terminated, truncated, info = envs[i].step(view.actions[at].copy())
+        view.terminated[at], view.truncated[at], view.episode_lengths[at] = terminated, truncated, 0
+        episode = info.get("episode") or ended_in_reset.pop(i, None)
+        if episode is not None:
+            view.episode_returns[at], view.episode_lengths[at] = episode["r"], episode["l"]
+        if terminated or truncated:
+            view.final_obs[at] = obs
+            doing = "reset"
+            reset(i)
+        else:
+            view.obs[at] = obs
+
+    i, doing, pipe = 0, "its constructor", connection.fileno()
+    try:
+        for i, seed in enumerate(seeds):
+            generators.append(np.random.default_rng(seed))
+            first_seeds[i] = int(generators[i].integers(2**31))
+            envs.append(make_env())
+            envs[i].action_space.seed(int(generators[i].integers(2**31)))
+        # Raw bytes, and up to 0.2 ms of asking for the next before sleeping: to wake a process takes 0.05 ms.
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        while True:
+            os.write(pipe, DONE)
+            for _ in range(200):
+                if poll.poll(0):
+                    break
+                os.sched_yield()
+            command = os.read(pipe, 1)
+            if not command:
+                break  # the parent is done with these environments
+            for i in range(len(envs)):
+                doing = "reset" if command == RESET else "step"
+                (reset if command == RESET else step)(i)
+    except BaseException as error:
+        message = f"{traceback.format_exc()}\nenvironment {first + i} raised {type(error).__name__} in {doing}: {error}"
+        with suppress(OSError):  # the pipe is broken if the parent is done with these environments
+            os.write(pipe, FAULT)
+            connection.send_bytes(message.encode())
+    with suppress(Exception):
+        for env in envs:
+            env.close()
+
+
+class SubprocVecEnv:
+    """`num_envs` environments in `num_workers` processes (0: one for each core), each with its own slice of them.
+
+    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated). These are views of shared memory that the
+    next step overwrites: obs [num_envs, ...] in the space's dtype (float64 as float32), rewards float32 [num_envs],
+    flags bool [num_envs]. An environment that ends starts anew in the same step: `obs` then holds the new episode's
+    first observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists the (return, length) of the
+    episodes that ended in this step, in the order of the environments. Both are valid until the next step.
+    `make_env` takes no argument and can be pickled. `seed`, an int or a list of ints, fixes everything that happens,
+    whatever the number of workers. Raises EnvError where an environment or a worker fails.
+    """
+
+    def __init__(self, make_env, num_envs, num_workers, seed):
+        env = make_env()
+        self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
+        env.close()
+        # forkserver: workers start from a process that has the imports and no threads.
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
+        space, action_space = self.single_observation_space, self.single_action_space
+        obs_dtype = np.float32 if space.dtype == np.float64 else space.dtype
+        arrays = {"obs": (obs_dtype, space.shape), "final_obs": (obs_dtype, space.shape)}
+        arrays |= {"actions": (action_space.dtype, action_space.shape), "rewards": (np.float32, ())}
+        arrays |= {"terminated": (bool, ()), "truncated": (bool, ())}
+        arrays |= {"episode_returns": (np.float64, ()), "episode_lengths": (np.int64, ())}
+        shared = {}
+        for name, (dtype, shape) in arrays.items():
+            size = num_envs * int(np.prod(shape)) * np.dtype(dtype).itemsize
+            shared[name] = context.RawArray("b", size), np.dtype(dtype), (num_envs, *shape)
+        vars(self).update(_views(shared))
+        self.episodes = []
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None] * os.cpu_count()
+        self.slices = np.array_split(np.arange(num_envs), min(num_envs, num_workers or len(cores)))
+        if len(self.slices) != len(cores):
+            cores = [None] * len(self.slices)
+        seeds = np.random.SeedSequence(seed).spawn(num_envs)
+        self.connections, self.processes = [], []
+        self.close = weakref.finalize(self, _close, self.connections, self.processes)  # at exit too, if never called
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
+        try:
+            if method == "forkserver":
+                # A Ctrl-C reaches every process, but only the parent decides when a run ends: the fork server starts
+                # with the signals blocked, and so do its children. (Starting the tracker would unblock them here.)
+                multiprocessing.resource_tracker.ensure_running()
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+                try:
+                    multiprocessing.forkserver.ensure_running()
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            # One worker for each core: each stays on its own, as two that wake up on one would share it for a while.
+            for part, core in zip(self.slices, cores):
+                connection, worker_end = context.Pipe()
+                arguments = (worker_end, make_env, seeds[part[0] : part[-1] + 1], int(part[0]), shared, core)
+                process = context.Process(target=_worker, args=arguments, daemon=True)
+                process.start()
+                worker_end.close()
+                self.connections.append(connection)
+                self.processes.append(process)
+            for connection in self.connections:
+                while not connection.poll(0.1):
+                    check_signals()
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.environ.pop("OMP_NUM_THREADS") if threads is None else os.environ.update(OMP_NUM_THREADS=threads)
+
+    def reset(self):
+        """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
+        self._command(RESET)
+        self.episodes = []
+        self._check_finite("an observation", self.obs)
+        return self.obs
+
+    def step(self, actions):
+        self.actions[:] = actions
+        self._command(STEP)
+        ended = self.episode_lengths > 0
+        self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))
+        self._check_finite("a reward", self.rewards)
+        self._check_finite("an observation", self.obs)
+        if (self.terminated | self.truncated).any():
+            self._check_finite("a final observation", self.final_obs)
+        return self.obs, self.rewards, self.terminated, self.truncated
+
+    def _command(self, command):
+        for connection in self.connections:
+            with suppress(ConnectionError):  # of a worker that died: noticed below
+                os.write(connection.fileno(), command)
+        self._receive()
+
+    def _receive(self):
+        for part, connection, process in zip(self.slices, self.connections, self.processes):
+            try:
+                answer = os.read(connection.fileno(), 1)
+                if answer == FAULT:
+                    raise EnvError(connection.recv_bytes().decode())
+            except (EOFError, ConnectionError):
+                answer = b""
+            if not answer:
+                process.join(1)
+                code = process.exitcode
+                cause = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
+                raise EnvError(f"the process of environments {part[0]} to {part[-1]} {cause}")
+
+    def _check_finite(self, what, array):
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            env = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(1))[0]
+            raise EnvError(f"environment {env} returned {what} that is not finite")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _close(connections, processes):
+    for connection in connections:
+        connection.close()  # a worker that waits sees the end of its pipe
+    end = time.monotonic() + 2  # for all of them together
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+
+
+_signal_received = _signal_time = None
+
+
+def _on_signal(signum, _):
+    global _signal_received, _signal_time
+    if _signal_received is None:
+        _signal_received, _signal_time = signum, time.monotonic()
+    elif time.monotonic() - _signal_time > 0.5:  # timeout(1) sends its signal twice, to the process and to its group
+        os._exit(128 + signum)  # a second Ctrl-C leaves at once
+
+
+def check_signals():
+    """Raises SystemExit after a SIGINT or SIGTERM: called where leaving is safe, at least once a step and minibatch."""
+    if _signal_received is not None:
+        raise SystemExit(128 + _signal_received)
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def check_args(args, whole_episodes=False):
+    """Exits with one line where the sizes make no sense; with `whole_episodes`, --num-steps 0 is a batch of those."""
+    least = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
+    least |= {"num_steps": 0} if whole_episodes else {}
+    least |= dict.fromkeys(
+        ("num_workers", "checkpoint_interval", "eval_episodes", "eval_interval", "total_timesteps"), 0
+    )
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {value}")
+    batch_size = args.num_envs * args.num_steps
+    batch = f"a batch of {batch_size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
+    if batch_size and (batch_size % args.num_minibatches or batch_size // args.num_minibatches < 2):
+        raise SystemExit(f"--num-minibatches {args.num_minibatches}: must cut {batch} into equal parts of 2 or more")
+    if args.total_timesteps == 0 and (args.resume is None or args.eval_episodes == 0):
+        raise SystemExit("--total-timesteps 0 only evaluates: it needs --resume PATH and --eval-episodes of 1 or more")
+    if args.eval_interval and args.eval_episodes == 0:
+        raise SystemExit("--eval-interval needs --eval-episodes of 1 or more")
+    if 0 < args.total_timesteps < batch_size:
+        raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}")
+
+
+def compile_function(function, device):
+    """torch.compile, on a GPU with CUDA graphs: the outputs are cloned, as the next call overwrites them."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise SystemExit(f"--compile needs a C++ compiler: {compiler} is not installed (Debian's g++; or set CXX)")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its helper processes would outlive the run
+    if device.type == "cpu":
+        torch._dynamo.config.trace_autograd_ops = True  # loss, backward() and clipping in one graph
+        return torch.compile(function)
+    compiled = torch.compile(function, mode="reduce-overhead")
+
+    def call(*inputs):
+        torch.compiler.cudagraph_mark_step_begin()
+        return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
+
+    return call
+
+
+def read_checkpoint(path):
+    """(checkpoint, its file) of a run directory, checkpoint.pt or policy.pt; one line if it is not this script's."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / ("checkpoint.pt" if (file / "checkpoint.pt").exists() else "policy.pt")
+    if not file.is_file():
+        raise SystemExit(f"--resume {path}: there is no {file}")
+    try:
+        checkpoint = torch.load(file, weights_only=True, map_location="cpu")
+        script, _, _ = checkpoint["script"], checkpoint["args"], checkpoint["model"]
+    except Exception as error:
+        raise SystemExit(f"--resume {path}: {file} is damaged or no checkpoint ({type(error).__name__})") from None
+    if script != Path(__file__).stem:
+        raise SystemExit(f"--resume {path}: a checkpoint of {script}.py, not of {Path(__file__).name}")
+    return checkpoint, file
+
+
+def parse_args(Args):
+    """The command line; with --resume PATH the defaults are the saved run's, else --preset's where Args has presets."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    parser.add_argument("--preset")
+    given = parser.parse_known_args()[0]
+    resume = given.resume
+    default = Args(**getattr(Args, "presets", {}).get(given.preset, {}))
+    if resume is not None:
+        saved = read_checkpoint(resume)[0]["args"]
+        unknown = saved.keys() ^ vars(default).keys()
+        if unknown:
+            raise SystemExit(
+                f"--resume {resume}: of another version of this script, whose flags differ: {sorted(unknown)}"
+            )
+        default = replace(Args(**saved), run_dir=None)
+    return tyro.cli(Args, default=default)
+
+
+MAY_CHANGE = "total_timesteps num_workers cuda compile eval_episodes eval_interval capture_video track".split()
+MAY_CHANGE += "wandb_project_name wandb_entity checkpoint_interval run_dir resume".split()  # when a run is resumed
+
+
+class Run:
+    """One run: its directory, curves, checkpoints and signals; as a context, what was reached is saved however it ends.
+
+    `begin` opens it, `step` counts a step of all environments, `end_iteration` logs, checks and saves, `finish` ends
+    it. `iteration` and `global_step` say where it stands, `env_seed` what its environments are seeded with.
+    """
+
+    def __init__(self, args):
+        self.args = args
+        self.batch_size = args.num_envs * args.num_steps or 1  # of whole episodes: any number of steps
+        self.num_iterations = args.total_timesteps // self.batch_size
+        self.budget = self.num_iterations * self.batch_size
+        self.iteration = self.global_step = 0
+        self.recent_returns = deque(maxlen=100)
+        self.seconds = self.training_seconds = 0.0  # since the run's first start; in rollouts and updates alone
+        self.started = time.perf_counter()
+        self.checkpoint = self.writer = self.snapshot = None
+        self.env_seed, self.saved_iteration = args.seed, 0
+        if args.resume is not None:
+            self.checkpoint, file = read_checkpoint(args.resume)
+            self.directory = file.parent
+            if args.run_dir is not None and Path(args.run_dir).resolve() != self.directory.resolve():
+                raise SystemExit(f"--run-dir {args.run_dir}: a run goes on in its own directory, {self.directory}")
+            for key, value in self.checkpoint["args"].items():
+                if key not in MAY_CHANGE and getattr(args, key) != value:
+                    raise SystemExit(f"{flag(key)} {getattr(args, key)}: can't change, the run of --resume has {value}")
+            for name in ("iteration", "global_step", "seconds", "training_seconds"):
+                setattr(self, name, self.checkpoint[name])
+            self.recent_returns.extend(self.checkpoint["recent_returns"])
+            self.saved_iteration, self.env_seed = self.iteration, [args.seed, self.iteration]
+            if 0 < args.total_timesteps < min(self.global_step, self.checkpoint["args"]["total_timesteps"]):
+                raise SystemExit(f"--total-timesteps {args.total_timesteps}: the run has {self.global_step} already")
+        else:
+            name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(
+                ":", "-"
+            )
+            self.directory = Path(args.run_dir or f"runs/{name}")
+            if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt", "result.json")):
+                raise SystemExit(
+                    f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}, or name another"
+                )
+        self.video_folder = str(self.directory / "videos") if args.capture_video else None
+        if args.capture_video:
+            check_video(args.env_id)
+        self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+        torch.backends.cudnn.deterministic = args.torch_deterministic
+        np.random.seed(args.seed)
+        torch.manual_seed(args.seed)
+
+    def __enter__(self):
+        global _signal_received
+        _signal_received = None
+        self.handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def begin(self, envs, **parts):
+        """Opens the directory, or loads the checkpoint of --resume, into `parts`: name=module or optimizer."""
+        self.parts = parts
+        spaces = (envs.single_observation_space, envs.single_action_space)
+        self.shapes = [[*space.shape, int(getattr(space, "n", 0))] for space in spaces]
+        if self.checkpoint is not None:
+            self._load(self.checkpoint)
+        if self.args.total_timesteps == 0:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "args.json").write_text(json.dumps(vars(self.args), indent=2) + "\n")
+        except OSError as error:
+            raise SystemExit(f"--run-dir {self.directory}: {error}") from None
+        if self.args.track:
+            try:
+                import wandb
+            except ImportError:
+                raise SystemExit("--track needs Weights & Biases: pip install wandb") from None
+            wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                name=self.directory.name,
+                config=vars(self.args),
+                sync_tensorboard=True,
+            )
+        size = f"{self.num_iterations} iterations of {self.batch_size}" if self.args.num_steps else f"{self.budget}"
+        plan = f"{self.directory}: {size} steps on {self.device}"
+        left = self.args.total_timesteps % self.batch_size
+        print(
+            plan + (f"; the last {left} of {self.args.total_timesteps} steps are left out" if left else ""), flush=True
+        )
+        # What an earlier start logged after the checkpoint, or without ever saving one, is dropped.
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if self.checkpoint else 0)
+        table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+        self._take_snapshot()
+
+    def _load(self, checkpoint):
+        if checkpoint["shapes"] != self.shapes:
+            shapes = f"{checkpoint['shapes']}, not {self.shapes}"
+            raise SystemExit(f"--resume {self.args.resume}: trained with observations and actions of shapes {shapes}")
+        if "rng" not in checkpoint and self.args.total_timesteps > 0:
+            raise SystemExit(
+                f"--resume {self.args.resume}: a policy without optimizer and random states can only be evaluated "
+                "(--total-timesteps 0); training goes on from checkpoint.pt"
+            )
+        try:
+            for name in self.parts.keys() & checkpoint.keys():
+                self.parts[name].load_state_dict(checkpoint[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SystemExit(f"--resume {self.args.resume}: of another version of this script ({reason})") from None
+        if "rng" in checkpoint:
+            np.random.set_state(tuple(checkpoint["rng"]["numpy"]))
+            torch.set_rng_state(checkpoint["rng"]["torch"])
+            if self.device.type == "cuda" and checkpoint["rng"]["cuda"] is not None:
+                torch.cuda.set_rng_state(checkpoint["rng"]["cuda"])
+
+    def _take_snapshot(self):
+        """Copies the state after a whole iteration: what is saved, even when the next one is cut short."""
+        algorithm, keys, *rest = np.random.get_state()
+        cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        state = {"script": Path(__file__).stem, "args": vars(self.args), "shapes": self.shapes}
+        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        state["rng"] = {"numpy": [algorithm, keys.tolist(), *rest], "torch": torch.get_rng_state(), "cuda": cuda}
+        state |= {"global_step": self.global_step, "iteration": self.iteration}
+        state |= {"seconds": self.seconds + time.perf_counter() - self.started}
+        state |= {"training_seconds": self.training_seconds, "recent_returns": list(self.recent_returns)}
+        self.snapshot = copy.deepcopy(state)
+
+    def _save(self):
+        self.writer.flush()
+        self._write(self.snapshot, self.directory / "checkpoint.pt")
+        self.saved_iteration = self.snapshot["iteration"]
+
+    def _write(self, state, file):
+        buffer, temporary = io.BytesIO(), file.with_suffix(".tmp")
+        torch.save(state, buffer)
+        try:
+            with open(temporary, "wb") as stream:
+                stream.write(buffer.getbuffer())
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, file)  # a kill in the middle of writing leaves the old file whole
+        except OSError as error:
+            raise SystemExit(f"{file} can't be written: {error}") from None
+
+    def step(self, episodes, steps=None):
+        """Counts a step of all environments, or `steps`; logs the episodes, [(return, length)], that ended in it."""
+        self.global_step += self.args.num_envs if steps is None else steps
+        for episodic_return, length in episodes:
+            self.log({"charts/episodic_return": episodic_return, "charts/episodic_length": length})
+            self.recent_returns.append(episodic_return)
+
+    def log(self, scalars):
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, self.global_step)
+
+    def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
+        """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
+        seconds = rollout_seconds + update_seconds
+        speed = (self.global_step - self.snapshot["global_step"]) / seconds
+        self.log(scalars | {"time/rollout": rollout_seconds, "time/update": update_seconds, "charts/SPS": speed})
+        tensors = [p.detach() for part in self.parts.values() if isinstance(part, nn.Module) for p in part.parameters()]
+        tensors.append(torch.tensor([value for name, value in scalars.items() if name.endswith("_loss")]))
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            self._write_result("diverged", [])
+            where = f"the last good state is in {self.directory / 'checkpoint.pt'}; " if self.iteration else ""
+            raise SystemExit(
+                f"diverged at step {self.global_step}: a loss or parameter is not finite; {where}"
+                "a lower --learning-rate may help"
+            )
+        self.iteration = iteration
+        self.training_seconds += seconds
+        self._take_snapshot()
+        last, interval = self.global_step >= self.budget, self.args.checkpoint_interval
+        if last or (interval and iteration % interval == 0):
+            self._save()
+        mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
+        left = max(0, int((self.budget - self.global_step) / speed))
+        line = f"step {self.global_step}/{self.args.total_timesteps}  {speed:.0f} steps/s  return {mean}  "
+        line += f"{left // 3600}h{left // 60 % 60:02d}m{left % 60:02d}s left"
+        if sys.stdout.isatty():
+            filled = min(20, 20 * self.global_step // self.budget)
+            line = f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {line}"
+        print(line, end="" if sys.stdout.isatty() and not last else "\n", flush=True)
+
+    def _write_result(self, status, eval_returns):
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        packages = [name for name in ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "cv2") if name in sys.modules]
+        result = {
+            "status": status,
+            "env_id": self.args.env_id,
+            "script": Path(__file__).stem,
+            "seed": self.args.seed,
+            "args": vars(self.args),
+            "global_step": self.global_step,
+            "iterations": self.iteration,
+            "mean_return_last_100": float(np.mean(self.recent_returns)) if self.recent_returns else None,
+            "eval_returns": eval_returns,
+            "wall_seconds": self.seconds + time.perf_counter() - self.started,
+            "steps_per_second": self.snapshot["global_step"] / max(self.training_seconds, 1e-9),
+            "versions": {"python": platform.python_version(), **{x: sys.modules[x].__version__ for x in packages}},
+            "commit": commit or None,
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+        }
+        (self.directory / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        return result
+
+    def finish(self, returns, lengths):
+        """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
+        if returns:
+            self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+            print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
+        left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
+        policy = {name: value for name, value in self.snapshot.items() if name not in left_out}
+        self._write(policy, self.directory / "policy.pt")
+        print(f"finished: {self.directory}")
+        return self._write_result("finished", returns)
+
+    def evaluated(self, returns, lengths):
+        """Writes eval.json beside the checkpoint that --total-timesteps 0 has evaluated; returns what it holds."""
+        mean = float(np.mean(returns))
+        result = {"returns": returns, "lengths": lengths, "mean": mean, "global_step": self.global_step}
+        (self.directory / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
+        print(f"evaluation: mean return {mean:.1f} of {len(returns)} episodes")
+        return result
+
+    def __exit__(self, _, error, __):
+        if self.writer is not None:
+            if self.snapshot["iteration"] > self.saved_iteration:
+                self._save()
+            self.writer.close()
+        for signum, handler in self.handlers.items():  # only now: a signal must not cut the saving short
+            signal.signal(signum, handler)
+        where = f"go on with --resume {self.directory}" if self.saved_iteration else "no iteration was finished"
+        if error is not None and _signal_received is not None:
+            print(f"\nstopped by {signal.Signals(_signal_received).name}; {where}", file=sys.stderr)
+            raise SystemExit(128 + _signal_received) from None
+        if isinstance(error, EnvError):
+            raise SystemExit(f"{error}; {where}") from None
+
+
+if __name__ == "__main__":
+    train(parse_args(Args))

@@ -1,0 +1,523 @@
+"""The recurrent script: packed sequences against a step-by-step reference, games with lives, memory at work."""
+
+import sys
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo_lstm_atari as ppo
+
+FRAMES = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+VECTORS = gym.spaces.Box(-np.inf, np.inf, (3,))
+ACTIONS = gym.spaces.Discrete(4)
+
+cells = pytest.mark.parametrize("rnn", ["lstm", "gru"])
+spaces = pytest.mark.parametrize("space", [VECTORS, FRAMES], ids=["vectors", "frames"])
+
+
+def agent(space=VECTORS, **flags):
+    torch.manual_seed(0)
+    policy = ppo.Agent(space, ACTIONS, ppo.Args(**flags))
+    with torch.no_grad():  # far from the uniform start
+        policy.actor.weight.normal_()
+    return policy
+
+
+def observations(space, num_steps, num_envs):
+    if space is FRAMES:
+        return torch.randint(0, 256, (num_steps, num_envs, 84, 84), dtype=torch.uint8)
+    return torch.randn(num_steps, num_envs, 3)
+
+
+def random_first(num_steps, num_envs, rate=0.2):
+    first = np.random.default_rng(0).random((num_steps, num_envs)) < rate
+    first[0, 0], first[0, 1] = True, False  # one environment has just been reset, another goes on
+    return first
+
+
+def slow_outputs(policy, obs, first, state):
+    """The RNN's outputs [num_steps, num_envs, 128] and the last state: one call for each step and environment."""
+    outputs = []
+    state = [state[:, [env]] for env in range(obs.shape[1])]
+    for t in range(len(obs)):
+        for env in range(obs.shape[1]):
+            if first[t, env]:
+                state[env] = torch.zeros_like(state[env])
+            features = policy.encode(obs[t, env][None])[None]  # [1, 1, features]
+            if isinstance(policy.rnn, torch.nn.LSTM):
+                output, (h, c) = policy.rnn(features, (state[env][:1], state[env][1:]))
+                state[env] = torch.cat([h, c])
+            else:
+                output, state[env] = policy.rnn(features, state[env])
+            outputs.append(output[0, 0])
+    return torch.stack(outputs).unflatten(0, obs.shape[:2]), torch.cat(state, 1)
+
+
+def packed_outputs(policy, obs, first, state, envs):
+    """What `update` does: -> rows, and the RNN's outputs in their order."""
+    rows, batch_sizes, states = ppo.pack(first, envs)
+    state = torch.cat([state, torch.zeros_like(state[:, :1])], 1)[:, states]
+    return rows, policy.recur(policy.encode(obs.flatten(0, 1)[rows]), state, batch_sizes)[0]
+
+
+# Sequences
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 1.0])
+def test_packed_rows_are_every_step_once_in_whole_sequences(rate):
+    num_steps, num_envs = 12, 5
+    first = random_first(num_steps, num_envs, rate)
+    for envs in (np.array([3]), np.array([4, 0, 2]), np.arange(5)):
+        rows, batch_sizes, states = ppo.pack(first, envs)
+        expected = [t * num_envs + env for t in range(num_steps) for env in envs]
+        assert sorted(rows) == sorted(expected)
+        assert batch_sizes.sum() == len(rows) and (np.diff(batch_sizes) <= 0).all() and len(states) == batch_sizes[0]
+        by_step = np.split(rows, np.cumsum(batch_sizes)[:-1])
+        for i, start_env in enumerate(states):
+            sequence = [step[i] for step in by_step if i < len(step)]
+            t, env = divmod(sequence[0], num_envs)
+            assert sequence == [(t + k) * num_envs + env for k in range(len(sequence))]
+            assert start_env == (num_envs if first[t, env] else env) and (first[t, env] or t == 0)
+            assert not first[t + 1 : t + len(sequence), env].any()  # it ends where the next episode begins
+            assert t + len(sequence) == num_steps or first[t + len(sequence), env]
+
+
+@cells
+@spaces
+def test_packed_outputs_and_gradients_equal_the_step_by_step_reference(rnn, space):
+    policy = agent(space, rnn=rnn)
+    num_steps, num_envs = (7, 3) if space is FRAMES else (40, 6)
+    obs, first = observations(space, num_steps, num_envs), random_first(num_steps, num_envs)
+    state = torch.randn(policy.initial_state(num_envs).shape)
+    weights = torch.randn(num_steps * num_envs, 128)
+
+    expected = slow_outputs(policy, obs, first, state)[0].flatten(0, 1)
+    (expected * weights).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    assert any(name.startswith("encoder") for name in gradients) and any(name.startswith("rnn") for name in gradients)
+    policy.zero_grad()
+    for envs in (np.arange(num_envs)[1:], np.array([0])):  # two minibatches of unequal size
+        rows, outputs = packed_outputs(policy, obs, first, state, envs)
+        torch.testing.assert_close(outputs, expected[rows], atol=1e-5, rtol=0)
+        (outputs * weights[rows]).sum().backward()
+    for name, p in policy.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(p.grad, gradients[name], atol=1e-4, rtol=1e-3)
+
+
+@cells
+def test_a_state_never_leaks_over_an_episode_end(rnn):
+    policy, num_steps, num_envs = agent(rnn=rnn), 20, 2
+    first = np.zeros((num_steps, num_envs), bool)
+    first[8, 0] = first[0, 1] = True
+    obs, state = observations(VECTORS, num_steps, num_envs), torch.randn(policy.initial_state(num_envs).shape)
+    rows, before = packed_outputs(policy, obs, first, state, np.arange(2))
+    step, env = rows // num_envs, rows % num_envs
+    obs[:8, 0] += 10.0  # the first episode of environment 0
+    other_state = state + 1.0
+    after = packed_outputs(policy, obs, first, other_state, np.arange(2))[1]
+    changed = (before != after).any(1).numpy()
+    assert changed[(env == 0) & (step < 8)].all()  # obs or the state it goes on from
+    assert not changed[(env == 0) & (step >= 8)].any()
+    assert not changed[env == 1].any()  # it began with this rollout, and the other environment is nothing to it
+
+    obs.requires_grad_()
+    outputs = packed_outputs(policy, obs, first, state, np.arange(2))[1]
+    outputs[(env == 0) & (step >= 8)].sum().backward()
+    assert obs.grad[:8, 0].abs().max() == 0 and obs.grad[8:, 0].abs().min() > 0 and obs.grad[:, 1].abs().max() == 0
+
+
+@cells
+def test_acting_remembers_the_episode_and_nothing_else(rnn):
+    policy, num_steps, num_envs = agent(rnn=rnn), 15, 3
+    obs, first = observations(VECTORS, num_steps, num_envs), random_first(num_steps, num_envs)
+    first[0] = True
+    state = policy.initial_state(num_envs)
+    assert state.abs().max() == 0 and state.shape == (2 if rnn == "lstm" else 1, num_envs, 128)
+    with torch.no_grad():
+        expected, last_state = slow_outputs(policy, obs, first, state)
+    state = torch.full_like(state, 99.0)  # of episodes that are over
+    for t in range(num_steps):
+        actions, state = policy.act(obs[t], torch.as_tensor(first[t]), state)
+        assert torch.equal(actions, policy.actor(expected[t]).argmax(-1))
+    torch.testing.assert_close(state, last_state, atol=1e-5, rtol=0)
+
+
+def test_actions_for_frames_are_sampled_by_the_generator():
+    policy, obs = agent(FRAMES), observations(FRAMES, 1, 1)[0].expand(64, 84, 84)
+    first, state = torch.ones(64, dtype=torch.bool), policy.initial_state(64)
+    with torch.no_grad():
+        policy.actor.weight.mul_(0.1)
+    draws = [policy.act(obs, first, state, torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert len(draws[0].unique()) > 1
+
+
+# Networks and distribution
+
+
+def test_log_prob_entropy_and_samples_equal_torch_distributions():
+    policy = agent()
+    logits = 2 * torch.randn(50, 4)
+    expected, actions = torch.distributions.Categorical(logits=logits), torch.randint(0, 4, (50,))
+    torch.testing.assert_close(policy.log_prob(logits, actions), expected.log_prob(actions))
+    torch.testing.assert_close(policy.entropy(logits), expected.entropy())
+    draws = policy.sample(logits[0].expand(40000, 4))
+    torch.testing.assert_close(draws.bincount(minlength=4) / 40000, expected.probs[0], atol=0.01, rtol=0)
+
+
+@cells
+def test_networks_start_as_in_the_source(rnn):
+    policy = ppo.Agent(FRAMES, ACTIONS, ppo.Args(rnn=rnn))
+    assert type(policy.rnn) is {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[rnn]
+    scales = {"encoder": 2**0.5, "rnn": 1.0, "actor": 0.01, "critic": 1.0}
+    for name, parameter in policy.named_parameters():
+        if "bias" in name:
+            assert parameter.abs().max() == 0
+        else:
+            matrix = parameter.flatten(1)
+            matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+            scale = scales[name.split(".")[0]]
+            torch.testing.assert_close(matrix @ matrix.T, scale**2 * torch.eye(len(matrix)), atol=1e-4, rtol=0)
+
+
+def test_frames_are_scaled_to_0_1():
+    policy, seen = agent(FRAMES), []
+    policy.encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    frames = observations(FRAMES, 1, 2)[0]
+    policy.encode(frames)
+    torch.testing.assert_close(seen[0], frames[:, None].float() / 255)
+
+
+# Training
+
+
+@cells
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "BreakoutNoFrameskip-v4"])
+def test_first_minibatch_has_ratio_one_in_training(rnn, env_id, record_ratios, monkeypatch, tmp_path):
+    ratios, batches, update = record_ratios(ppo), [], ppo.update
+    monkeypatch.setattr(ppo, "update", lambda *inputs: (batches.append(inputs[-1]), update(*inputs))[1])
+    num_steps = 64 if env_id == "CartPole-v1" else 16
+    args = ppo.Args(
+        env_id=env_id, total_timesteps=8 * num_steps, num_envs=4, num_steps=num_steps, num_minibatches=2, rnn=rnn,
+        update_epochs=2, num_workers=1, eval_episodes=0, learning_rate=1e-3, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    ppo.train(args)
+    assert len(ratios) == 8 and len(ratios[0]) == 2 * num_steps
+    for first in (ratios[0], ratios[4]):  # the second iteration's sequences go on from the first's
+        torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
+    assert (ratios[3] - 1).abs().max() > 1e-4
+    frames = env_id != "CartPole-v1"
+    assert batches[0][0].dtype == (torch.uint8 if frames else torch.float32)
+    assert batches[0][0].shape == (4 * num_steps, *((84, 84) if frames else (4,)))
+
+
+@cells
+def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch, tmp_path):
+    """The values of two iterations, time limits and last steps included, against the step-by-step reference."""
+    seen, checked = [], []
+    envs_step, envs_reset, begin, gae = ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.reset, ppo.Run.begin, ppo.compute_gae
+    live = {}
+
+    def step(envs, actions):
+        obs, rewards, terminated, truncated = envs_step(envs, actions)
+        seen.append([torch.tensor(x) for x in (obs, envs.final_obs, terminated, truncated)])
+        return obs, rewards, terminated, truncated
+
+    def spy_begin(run, envs, **parts):
+        live["agent"] = parts["model"]
+        live["state"] = parts["model"].initial_state(4)
+        return begin(run, envs, **parts)
+
+    def spy_reset(envs):
+        live["obs"], live["first"] = torch.tensor(envs_reset(envs)), torch.ones(4, dtype=torch.bool)
+        return envs.obs
+
+    def value(obs, state):
+        outputs, state = slow_outputs(live["agent"], obs[None], np.zeros((1, len(obs)), bool), state)
+        return live["agent"].critic(outputs[0]).squeeze(-1), state
+
+    def spy_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+        for t, (obs, final_obs, ended_well, cut) in enumerate(seen):
+            state = live["state"].masked_fill(live["first"][:, None], 0)
+            expected, live["state"] = value(live["obs"], state)
+            torch.testing.assert_close(values[t], expected, atol=1e-5, rtol=0)
+            ended = ended_well | cut
+            followed = torch.where(ended[:, None], final_obs, obs)
+            expected = value(followed, live["state"])[0]
+            torch.testing.assert_close(next_values[t][~ended_well], expected[~ended_well], atol=1e-5, rtol=0)
+            checked.append((cut & ~ended_well).sum())
+            live["obs"], live["first"] = obs, ended
+        seen.clear()
+        return gae(rewards, values, next_values, terminated, done, gamma, gae_lambda)
+
+    for name, function in {"step": step, "reset": spy_reset}.items():
+        monkeypatch.setattr(ppo.SubprocVecEnv, name, function)
+    monkeypatch.setattr(ppo.Run, "begin", spy_begin)
+    monkeypatch.setattr(ppo, "compute_gae", spy_gae)
+    args = ppo.Args(
+        env_id="misbehaving:DiscreteAction-v0", total_timesteps=2 * 4 * 48, num_envs=4, num_steps=48, update_epochs=1,
+        num_minibatches=1, num_workers=1, eval_episodes=0, rnn=rnn, learning_rate=1e-2, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    ppo.train(args)
+    assert len(checked) == 96 and sum(checked) >= 4
+
+
+@pytest.mark.slow
+def test_compiled_gradients_equal_the_eager_ones():
+    args = ppo.Args()
+    gradients = []
+    for compiled in (False, True):
+        policy, gradient = agent(FRAMES), ppo.minibatch_gradient
+        if compiled:
+            policy.recur = torch.compiler.disable(policy.recur)
+            gradient = ppo.compile_function(gradient, torch.device("cpu"))
+        torch.manual_seed(1)
+        for rate in (0.0, 0.1, 0.3):  # other numbers of sequences
+            obs, state = observations(FRAMES, 16, 2), torch.randn(policy.initial_state(2).shape)
+            rows, batch_sizes, states = ppo.pack(random_first(16, 2, rate), np.arange(2))
+            start = torch.cat([state, torch.zeros_like(state[:, :1])], 1)[:, states]
+            policy.zero_grad()
+            log_ratio, losses = gradient(
+                policy, args, batch_sizes, start, obs.flatten(0, 1)[rows], torch.randint(0, 4, (32,)),
+                *torch.randn(4, 32),
+            )  # fmt: skip
+            gradients.append([log_ratio, losses, *(p.grad.clone() for p in policy.parameters())])
+    for eager, compiled in zip(gradients[:3], gradients[3:]):
+        for x, y in zip(eager, compiled):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
+
+
+# Memory at work
+
+CARTPOLE = {
+    "env_id": "CartPole-v1", "mask_velocity": True, "total_timesteps": 100_000, "num_steps": 32, "update_epochs": 10,
+    "num_minibatches": 2, "gamma": 0.98, "gae_lambda": 0.8, "learning_rate": 1e-3, "clip_coef": 0.2, "ent_coef": 0.0,
+    "norm_obs": True, "eval_episodes": 0,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@cells
+def test_memory_makes_up_for_hidden_velocities(rnn, tmp_path):
+    result = ppo.train(ppo.Args(**CARTPOLE, rnn=rnn, run_dir=str(tmp_path / "run")))
+    assert result["mean_return_last_100"] > 400
+
+
+@pytest.mark.slow
+def test_without_memory_hidden_velocities_stay_hidden(monkeypatch, tmp_path):
+    recur = ppo.Agent.recur
+
+    def forgetful(policy, features, state, batch_sizes):  # every step as the first one of an episode
+        outputs, _ = recur(policy, features, policy.initial_state(len(features)), [len(features)])
+        return outputs, torch.zeros_like(state)
+
+    monkeypatch.setattr(ppo.Agent, "recur", forgetful)
+    result = ppo.train(ppo.Args(**CARTPOLE, run_dir=str(tmp_path / "run")))
+    assert result["mean_return_last_100"] < 100
+
+
+# Games
+
+
+class Game(gym.Env):
+    """Loses a life after each of the given steps and is over with the last one; step t (from 1) is worth 2 t."""
+
+    def __init__(self, lost):
+        self.lost = lost
+        self.observation_space, self.action_space = gym.spaces.Box(0, 1000, (1,)), gym.spaces.Discrete(3)
+
+    def get_action_meanings(self):
+        return ["NOOP", "FIRE", "RIGHT"]
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(1, np.float32), {"lives": len(self.lost)}
+
+    def step(self, action):
+        self.t += 1
+        lives = sum(t > self.t for t in self.lost)
+        return np.float32([self.t]), 2.0 * self.t, lives == 0, False, {"lives": lives}
+
+
+def make_game(lost):
+    return ppo.FireReset(ppo.EpisodicLife(gym.wrappers.RecordEpisodeStatistics(Game(lost))))
+
+
+@pytest.mark.parametrize(
+    "lost, ended, reported",
+    # FIRE is step 1 of a game; a reset within it takes a no-op and FIRE. The agent's steps of a game are ...
+    [
+        ((5, 10, 15), [4, 7, 10], [10]),  # 2 to 5, 8 to 10, 13 to 15
+        ((5, 6), [4, 8], [5, 9]),  # 2 to 5; it is over in the no-op, and reported with the next game's first step
+        ((5, 7), [4, 9], [5, 10]),  # 2 to 5, the next time 1 to 5; it is over in FIRE
+        ((1, 6), [4, 8], [4, 8]),  # 3 to 6; a life is lost in FIRE
+    ],
+)
+def test_the_reported_return_of_a_game_with_several_lives_is_the_games(lost, ended, reported):
+    found = {"ended": [], "reported": []}
+    with ppo.SubprocVecEnv(partial(make_game, lost), 2, 1, 1) as envs:
+        envs.reset()
+        for t in range(1, 12):
+            _, _, terminated, truncated = envs.step(np.zeros(2))
+            assert not truncated.any()
+            if terminated.all():
+                found["ended"].append(t)
+            if envs.episodes:
+                found["reported"].append(t)
+                assert envs.episodes == [(lost[-1] * (lost[-1] + 1), lost[-1])] * 2
+    assert found == {"ended": ended, "reported": reported}
+
+
+def test_a_real_game_is_reported_whole_and_its_lives_are_episodes():
+    env = ppo.make_env("BreakoutNoFrameskip-v4")
+    inner_step, inner_reset = env.unwrapped.step, env.unwrapped.reset
+    games = []  # what the emulator paid in each
+
+    def reset(**kwargs):
+        games.append(0.0)
+        return inner_reset(**kwargs)
+
+    def step(action):
+        result = inner_step(action)
+        games[-1] += result[1]
+        return result
+
+    env.unwrapped.step, env.unwrapped.reset = step, reset
+    env.reset(seed=1)
+    env.action_space.seed(1)
+    episodes, lives, rewards = [], 0, set()
+    while len(episodes) < 3:
+        _, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        rewards.add(float(reward))
+        if "episode" in info:
+            episodes.append(info["episode"]["r"])
+        if terminated or truncated:
+            lives += 1
+            _, info = env.reset()
+            if "episode" in info:
+                episodes.append(info["episode"]["r"])
+    assert episodes == games[:3] and sum(games) > 0
+    assert lives == 15 and rewards == {0.0, 1.0}  # five lives each
+
+
+def test_fire_starts_the_game_after_each_reset():
+    env = ppo.make_env("BreakoutNoFrameskip-v4")
+    env.reset(seed=1)
+    for _ in range(2):  # the ball flies and is missed without an action of the agent's
+        assert True in (env.step(0)[2] for _ in range(100))
+        env.reset()
+
+
+@pytest.mark.parametrize("env_id", ["PongNoFrameskip-v4", "BeamRiderNoFrameskip-v4", "ALE/Breakout-v5", "Freeway-v4"])
+def test_every_atari_id_gives_84_x_84_frames_and_the_sign_of_rewards(env_id):
+    env = ppo.make_env(env_id, eval_episodes=3)
+    wrappers, inner = [], env
+    while isinstance(inner, gym.Wrapper):
+        wrappers.append(type(inner).__name__)
+        inner = inner.env
+    assert wrappers[:2] == ["TransformReward", "EpisodicLife" if env_id == "Freeway-v4" else "FireReset"]
+    wrappers = [name for name in wrappers[1:] if name != "FireReset"]
+    assert wrappers[:4] == ["EpisodicLife", "RecordEpisodeStatistics", "TimeLimit", "AtariPreprocessing"]
+    assert env.get_wrapper_attr("_max_episode_steps") == 27000
+    obs, _ = env.reset(seed=1)
+    assert env.observation_space.contains(obs) and obs.shape == (84, 84) and obs.dtype == np.uint8
+    assert env.func(44.0) == 1 and env.func(-3.0) == -1 and env.func(0.0) == 0
+    frames = [env.step(0)[4]["frame_number"] for _ in range(3)]
+    assert np.diff(frames).tolist() == [4, 4]
+
+
+class Scripted:
+    """Two environments for `evaluate`; at each step they lose lives and report games as written down here."""
+
+    steps = [  # (terminated, {environment: return})
+        ([True, False], {}),
+        ([True, True], {1: 10.0}),  # environment 0 loses a life where a game ends in environment 1
+        ([False, True], {0: 20.0}),  # reported late, in the middle of the next game's life
+        ([True, True], {0: 30.0, 1: 40.0}),
+        ([True, True], {0: 50.0, 1: 60.0}),
+    ]
+
+    def __init__(self, *_):
+        self.t = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def reset(self):
+        return np.zeros((2, 3), np.float32)
+
+    def step(self, actions):
+        terminated, games = self.steps[self.t]
+        self.t += 1
+        self.episode_lengths = np.array([env in games for env in range(2)]) * 7
+        self.episodes = [(games[env], 7) for env in sorted(games)]
+        return np.zeros((2, 3), np.float32), np.zeros(2), np.array(terminated), np.zeros(2, bool)
+
+
+def test_evaluation_takes_the_first_games_started(monkeypatch):
+    monkeypatch.setattr(ppo, "SubprocVecEnv", Scripted)
+    args = ppo.Args(num_envs=2, eval_episodes=5)
+    # Started: 0 and 1; 2 in environment 1 after 10; 3 in environment 0 after 20; 4 after 30, 5 after 40.
+    returns, lengths = ppo.evaluate(agent(), args, torch.device("cpu"))
+    assert returns == [20.0, 10.0, 40.0, 30.0, 50.0] and lengths == [7] * 5
+
+
+# What can go wrong
+
+
+def fails(call, *args, **kwargs):
+    with pytest.raises(SystemExit) as caught:
+        call(*args, **kwargs)
+    assert isinstance(caught.value.code, str) and "\n" not in caught.value.code
+    return caught.value.code
+
+
+@pytest.mark.parametrize("package, words", [("ale_py", "pip install ale-py"), ("cv2", "opencv")])
+def test_missing_atari_packages_are_one_line(package, words, monkeypatch):
+    env_id = "PongNoFrameskip-v4"
+    ppo.make_env(env_id)  # registers the id, if nobody has
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "ale_py":
+        monkeypatch.delitem(gym.registry, env_id)
+    message = fails(ppo.make_env, env_id)
+    assert env_id in message and words in message
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"rnn": "elman"}, ["--rnn elman", "lstm or gru"]),
+        ({"num_envs": 4, "num_minibatches": 8}, ["--num-minibatches 8", "--num-envs 4"]),
+        ({"norm_obs": True}, ["--norm-obs"]),
+        ({"mask_velocity": True}, ["--mask-velocity", "CartPole-v1", "BreakoutNoFrameskip-v4"]),
+        ({"env_id": "Pendulum-v1"}, ["Pendulum-v1", "Box", "Discrete"]),
+        ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "Discrete(16)", "flat Box"]),
+        ({"env_id": "BreakoutNoFrameskip-v5"}, ["BreakoutNoFrameskip-v5"]),
+    ],
+    ids=str,
+)
+def test_what_the_script_can_not_do_is_named(changes, words, tmp_path):
+    args = ppo.Args(**{"cuda": False, "num_workers": 1, "run_dir": str(tmp_path / "run")} | changes)
+    message = fails(ppo.train, args)
+    assert [word for word in words if word not in message] == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "env_id, positions", [("CartPole-v1", [0, 2]), ("MountainCar-v0", [0]), ("Acrobot-v1", range(4))]
+)
+def test_hidden_velocities_are_zero_and_the_rest_is_as_it_was(env_id, positions):
+    masked, plain = ppo.make_env(env_id, mask_velocity=True), ppo.make_env(env_id)
+    masked.reset(seed=3), plain.reset(seed=3)
+    for _ in range(3):
+        obs, whole = masked.step(1)[0], plain.step(1)[0]
+    shown = np.isin(np.arange(len(obs)), positions)
+    assert (obs[shown] == whole[shown]).all() and (obs[~shown] == 0).all() and (whole[~shown] != 0).all()
+    assert obs.dtype == whole.dtype
