@@ -21,8 +21,8 @@ A CNN encodes the frame, the RNN carries a state through the episode, linear hea
     L          = L_policy + vf_coef * L_value - ent_coef * entropy                      (the base's)
 
 The update goes over whole sequences: a minibatch holds all steps of some environments, cut into sequences where
-episodes begin. `pack` orders their rows as cuDNN's packed sequences, so one call of the RNN takes all of them, from the
-states that the rollout had, without padding and without a loop over time.
+episodes begin. `pack` orders their rows as a PackedSequence wants them, so one call of the RNN takes all sequences,
+from the states that the rollout had, without padding and without a loop over time.
 
 Source: "Advancements in PPO", third experiment (LSTM against GRU on Pong, BeamRider and Breakout NoFrameskip-v4), in
 the setting of CleanRL's ppo_atari_lstm.py. Beyond the idea it differs from the base in that setting: categorical
@@ -144,13 +144,13 @@ class Args:
     rnn: str = "lstm"
     """the recurrent cell, lstm or gru"""
     mask_velocity: bool = False
-    """hide the velocities of CartPole-v1, MountainCar-v0 or Acrobot-v1, which a policy then has to remember"""
+    """hide the velocities in CartPole-v1, MountainCar-v0 or Acrobot-v1: only memory can tell them then"""
 
 
 def press(env, action, info):
-    """One step as a part of a reset, which goes on if that ends the episode: -> observation and info of the reset.
+    """One step as a part of a reset; where it ends the episode, another reset follows. -> observation, info.
 
-    The report of a game that ends here stays in the info, as nobody else sees it.
+    The report of a game that ends here stays in the info.
     """
     obs, _, terminated, truncated, step_info = env.step(action)
     info = info | step_info

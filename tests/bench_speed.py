@@ -1,8 +1,8 @@
 """Speed against peers and against the limit: prints a Markdown table of ratios, all measured in one run.
 
     python tests/bench_speed.py                              # what needs no peers
-    python tests/bench_speed.py --only base value-first --sb3-python sb3/bin/python \
-        --cleanrl-python cleanrl/bin/python --cleanrl PATH/ppo_continuous_action.py
+    python tests/bench_speed.py --only base value-first atari --sb3-python sb3/bin/python \
+        --cleanrl-python cleanrl/bin/python --cleanrl PATH/ppo_continuous_action.py     # CleanRL's others lie beside it
 
 Run it on a machine that does nothing else. The contenders take turns (A B A B ...) for `--rounds` rounds; the table
 gives the medians of the speeds, and the median, minimum and maximum of the rounds' ratios.
@@ -11,7 +11,7 @@ The peers live in environments of their own:
 
     python -m venv sb3      &&  sb3/bin/pip install torch==2.13.0 stable-baselines3 "gymnasium[mujoco]" mujoco==3.1.6
     python -m venv cleanrl  &&  cleanrl/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==3.1.6 imageio tyro \
-        tensorboard
+        tensorboard ale-py==0.9.0 opencv-python-headless
     git clone https://github.com/vwxyzjn/cleanrl
 
 CleanRL's script needs Gymnasium 0.29 (a wrapper's signature has changed since), which has HalfCheetah-v4, not v5: the
@@ -80,7 +80,7 @@ def machine(args):
     packages = ["torch", "numpy", "gymnasium", "mujoco"]
     peers = {"ours": sys.executable, "SB3": args.sb3_python, "CleanRL": args.cleanrl and args.cleanrl_python}
     for name, python in peers.items():
-        if python and ({"base", "value-first"} & set(args.only) or name == "ours"):
+        if python and ({"base", "value-first", "atari"} & set(args.only) or name == "ours"):
             names = packages + ["stable-baselines3"] * (name == "SB3")
             shown = subprocess.run([python, "-c", show, *names], capture_output=True, text=True)
             print(f"- {name}: Python {shown.stdout.strip() or shown.stderr.strip().splitlines()[-1]}")
@@ -261,6 +261,30 @@ def base(args):
     table(speeds, rows or [(name, None, None) for name in ours])
 
 
+def atari(args):
+    """Whole training of the recurrent script against CleanRL's, on the GPU where there is one: Breakout, 8 x 128."""
+    import torch
+
+    contenders, rows, shares = {}, [], {}
+    for name, flags in ("LSTM, eager", ""), ("LSTM, --compile", "--compile"), ("GRU, eager", "--rnn gru"):
+        shares[name] = []
+        contenders[name] = partial(run_script, "ppo_lstm_atari", flags, 1024, args.seconds, shares[name])
+    if args.cleanrl:
+        script = Path(args.cleanrl).resolve().with_name("ppo_atari_lstm.py")
+        # ale-py registers its games when it is imported, which CleanRL leaves to older versions' plug-in.
+        start = "import ale_py, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        command, path = [args.cleanrl_python, "-c", start, script], str(script.parent.parent)  # cleanrl_utils
+        contenders["CleanRL, LSTM"] = partial(train, command, "SPS:", 1024, args.seconds, PYTHONPATH=path)
+        goal = 5 if torch.cuda.is_available() else 2
+        rows = [(name, "CleanRL, LSTM", goal if name.startswith("LSTM") else None) for name in shares]
+    else:
+        print("CleanRL is left out: --cleanrl was not given\n")
+    speeds = compare(args.rounds, contenders)
+    print("## atari: whole training, BreakoutNoFrameskip-v4, 8 environments x 128 steps, 4 minibatches, 4 epochs\n")
+    table(speeds, rows or [(name, None, None) for name in shares])
+    print_shares(shares)
+
+
 def flagship(args):
     """The flagship's rollout against bare loops with the same actions, and its whole training."""
     script, num_steps, iterations = "ppo_interleaved_gru_beta", args.flagship_steps, args.flagship_iterations
@@ -379,7 +403,7 @@ def print_shares(shares):
 
 def main():
     sections = {
-        "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl, "gpu": gpu,
+        "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl, "atari": atari, "gpu": gpu,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
