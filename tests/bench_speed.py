@@ -403,7 +403,8 @@ def print_shares(shares):
 
 def main():
     sections = {
-        "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl, "atari": atari, "gpu": gpu,
+        "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl,
+        "atari": atari, "gpu": gpu,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
