@@ -109,6 +109,42 @@ def test_packed_outputs_and_gradients_equal_the_step_by_step_reference(rnn, spac
 
 
 @cells
+@pytest.mark.parametrize("clip_vloss", [True, False])
+def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, clip_vloss):
+    args = ppo.Args(rnn=rnn, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7, max_grad_norm=0.1)
+    policy, num_steps, num_envs = agent(rnn=rnn), 30, 4
+    obs, first = observations(VECTORS, num_steps, num_envs), random_first(num_steps, num_envs)
+    actions = torch.randint(0, 4, (num_steps * num_envs,))
+    old_log_probs, values, advantages, returns = torch.randn(4, num_steps * num_envs)
+    old_log_probs = old_log_probs.abs().neg()
+    state = policy.initial_state(num_envs)
+
+    outputs = slow_outputs(policy, obs, first, state)[0].flatten(0, 1)
+    new = torch.distributions.Categorical(logits=policy.actor(outputs))
+    new_values = policy.critic(outputs)[:, 0]
+    log_ratio = new.log_prob(actions) - old_log_probs
+    ratio, scaled = log_ratio.exp(), (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy_loss = -torch.min(ratio * scaled, ratio.clamp(0.9, 1.1) * scaled).mean()
+    errors = (new_values - returns).square()
+    if clip_vloss:
+        errors = torch.max(errors, (values + (new_values - values).clamp(-0.1, 0.1) - returns).square())
+    value_loss, entropy = errors.mean() / 2, new.entropy().mean()
+    (policy_loss + 0.7 * value_loss - 0.3 * entropy).backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.1)
+    gradients = [p.grad.clone() for p in policy.parameters()]
+
+    policy.zero_grad()
+    rows, batch_sizes, states = ppo.pack(first, np.random.permutation(num_envs))
+    state = torch.cat([state, torch.zeros_like(state[:, :1])], 1)[:, states]
+    columns = (x[rows] for x in (obs.flatten(0, 1), actions, old_log_probs, values, advantages, returns))
+    found, losses = ppo.minibatch_gradient(policy, args, batch_sizes, state, *columns)
+    torch.testing.assert_close(found, log_ratio[rows], atol=1e-5, rtol=0)
+    torch.testing.assert_close(losses, torch.stack([policy_loss, value_loss, entropy]), atol=1e-5, rtol=1e-5)
+    for p, expected in zip(policy.parameters(), gradients):
+        torch.testing.assert_close(p.grad, expected, atol=1e-6, rtol=1e-3)
+
+
+@cells
 def test_a_state_never_leaks_over_an_episode_end(rnn):
     policy, num_steps, num_envs = agent(rnn=rnn), 20, 2
     first = np.zeros((num_steps, num_envs), bool)
@@ -184,12 +220,15 @@ def test_networks_start_as_in_the_source(rnn):
             torch.testing.assert_close(matrix @ matrix.T, scale**2 * torch.eye(len(matrix)), atol=1e-4, rtol=0)
 
 
-def test_frames_are_scaled_to_0_1():
-    policy, seen = agent(FRAMES), []
+@spaces
+def test_the_encoder_sees_scaled_frames_and_normalised_vectors(space):
+    policy, seen, obs = agent(space, norm_obs=space is VECTORS), [], observations(space, 30, 2)
     policy.encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    frames = observations(FRAMES, 1, 2)[0]
-    policy.encode(frames)
-    torch.testing.assert_close(seen[0], frames[:, None].float() / 255)
+    if space is VECTORS:
+        policy.obs_norm.update(obs * 3 + 1)
+    policy.encode(obs[0])
+    expected = obs[0][:, None].float() / 255 if space is FRAMES else policy.obs_norm(obs[0])
+    torch.testing.assert_close(seen[0], expected)
 
 
 # Training
@@ -294,9 +333,9 @@ def test_compiled_gradients_equal_the_eager_ones():
 # Memory at work
 
 CARTPOLE = {
-    "env_id": "CartPole-v1", "mask_velocity": True, "total_timesteps": 100_000, "num_steps": 32, "update_epochs": 10,
-    "num_minibatches": 2, "gamma": 0.98, "gae_lambda": 0.8, "learning_rate": 1e-3, "clip_coef": 0.2, "ent_coef": 0.0,
-    "norm_obs": True, "eval_episodes": 0,
+    "env_id": "CartPole-v1", "mask_velocity": True, "total_timesteps": 150_000, "num_envs": 16, "num_steps": 64,
+    "update_epochs": 10, "learning_rate": 1e-3, "clip_coef": 0.2, "clip_vloss": False, "ent_coef": 0.0,
+    "norm_reward": True, "eval_episodes": 0,
 }  # fmt: skip
 
 
@@ -324,10 +363,10 @@ def test_without_memory_hidden_velocities_stay_hidden(monkeypatch, tmp_path):
 
 
 class Game(gym.Env):
-    """Loses a life after each of the given steps and is over with the last one; step t (from 1) is worth 2 t."""
+    """Loses a life after each of the given steps, is over after `length` steps, and pays 2 t in step t (from 1)."""
 
-    def __init__(self, lost):
-        self.lost = lost
+    def __init__(self, lost, length):
+        self.lost, self.length = lost, length
         self.observation_space, self.action_space = gym.spaces.Box(0, 1000, (1,)), gym.spaces.Discrete(3)
 
     def get_action_meanings(self):
@@ -340,26 +379,27 @@ class Game(gym.Env):
     def step(self, action):
         self.t += 1
         lives = sum(t > self.t for t in self.lost)
-        return np.float32([self.t]), 2.0 * self.t, lives == 0, False, {"lives": lives}
+        return np.float32([self.t]), 2.0 * self.t, self.t == self.length, False, {"lives": lives}
 
 
-def make_game(lost):
-    return ppo.FireReset(ppo.EpisodicLife(gym.wrappers.RecordEpisodeStatistics(Game(lost))))
+def make_game(lost, length):
+    return ppo.FireReset(ppo.EpisodicLife(gym.wrappers.RecordEpisodeStatistics(Game(lost, length))))
 
 
 @pytest.mark.parametrize(
-    "lost, ended, reported",
+    "lost, length, ended, reported",
     # FIRE is step 1 of a game; a reset within it takes a no-op and FIRE. The agent's steps of a game are ...
     [
-        ((5, 10, 15), [4, 7, 10], [10]),  # 2 to 5, 8 to 10, 13 to 15
-        ((5, 6), [4, 8], [5, 9]),  # 2 to 5; it is over in the no-op, and reported with the next game's first step
-        ((5, 7), [4, 9], [5, 10]),  # 2 to 5, the next time 1 to 5; it is over in FIRE
-        ((1, 6), [4, 8], [4, 8]),  # 3 to 6; a life is lost in FIRE
+        ((5, 10, 15), 15, [4, 7, 10], [10]),  # 2 to 5, 8 to 10, 13 to 15
+        ((5, 6), 6, [4, 8], [5, 9]),  # 2 to 5; it is over in the no-op, and reported with the next game's first step
+        ((5, 7), 7, [4, 9], [5, 10]),  # 2 to 5, the next time 1 to 5; it is over in FIRE
+        ((1, 6), 6, [4, 8], [4, 8]),  # 3 to 6; a life is lost in FIRE
+        ((5,), 8, [7], [7]),  # 2 to 8; without a life left it goes on for a while
     ],
 )
-def test_the_reported_return_of_a_game_with_several_lives_is_the_games(lost, ended, reported):
+def test_the_reported_return_of_a_game_with_several_lives_is_the_games(lost, length, ended, reported):
     found = {"ended": [], "reported": []}
-    with ppo.SubprocVecEnv(partial(make_game, lost), 2, 1, 1) as envs:
+    with ppo.SubprocVecEnv(partial(make_game, lost, length), 2, 1, 1) as envs:
         envs.reset()
         for t in range(1, 12):
             _, _, terminated, truncated = envs.step(np.zeros(2))
@@ -368,7 +408,7 @@ def test_the_reported_return_of_a_game_with_several_lives_is_the_games(lost, end
                 found["ended"].append(t)
             if envs.episodes:
                 found["reported"].append(t)
-                assert envs.episodes == [(lost[-1] * (lost[-1] + 1), lost[-1])] * 2
+                assert envs.episodes == [(length * (length + 1), length)] * 2
     assert found == {"ended": ended, "reported": reported}
 
 
