@@ -19,7 +19,7 @@ DIFFERENT = {
 MOST_ADDED = {
     "ppo_interleaved_gru_beta.py": 330,
     "ppo_value_first.py": 200,
-    "ppo_kl_adaptive.py": 370,
+    "ppo_kl_adaptive.py": 380,
     "ppo_lstm_atari.py": 330,
     "ppo_comb_dist.py": 120,
 }
