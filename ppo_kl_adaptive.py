@@ -581,9 +581,9 @@ def train(args: Args) -> dict:
     make = partial(make_env, args.env_id, post, 1)  # 1: an episode without a limit has that of evaluations, so it ends
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
-        if device.type == "cpu":
-            torch.set_num_threads(1)  # most layers are too small to share: a second thread slows them down
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+        if device.type == "cpu" and agent.actor[0].out_features < 1000:  # Ant's and Humanoid's have more
+            torch.set_num_threads(1)  # smaller layers are not worth sharing: a second thread slows them down
         actor_parameters = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
         groups = [{"params": actor_parameters}, {"params": agent.critic.parameters()}]
         value_learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
@@ -629,7 +629,7 @@ def train(args: Args) -> dict:
                 log_probs = agent.log_prob(means, actions)  # [steps, num_envs], as below
                 values, next_values = agent.get_value(normed_obs), agent.get_value(agent.obs_norm(next_obs))
                 ends = terminated if args.bootstrap_time_limit else done
-                scaled_rewards = rewards * (1 - args.gamma) if post else rewards
+                scaled_rewards = rewards * (1 - args.gamma) if post and args.gamma < 0.999 else rewards
                 if args.norm_reward:
                     scaled_rewards = (rewards / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10)
                 deltas = scaled_rewards, values, next_values, ends, done, args.gamma

@@ -360,9 +360,11 @@ def test_value_targets_are_monte_carlo_returns_and_go_on_where_a_time_limit_cut(
 def test_the_post_takes_a_time_limit_for_an_end(tmp_path, monkeypatch):
     calls, compute_gae = [], ppo.compute_gae
     monkeypatch.setattr(ppo, "compute_gae", lambda *inputs: calls.append(inputs) or compute_gae(*inputs))
-    ppo.train(small_args(tmp_path / "run", total_timesteps=1))
-    assert [inputs[-1] for inputs in calls] == [0.98, 1.0]
+    for gamma in (0.995, 1.0):
+        ppo.train(small_args(tmp_path / str(gamma), total_timesteps=1, gamma=gamma))
+    assert [inputs[-1] for inputs in calls] == [0.98, 1.0] * 2
     assert all(torch.equal(inputs[3], inputs[4]) and inputs[3].sum() >= 6 for inputs in calls)
+    assert [inputs[0].abs().max() > 0.1 for inputs in calls[::2]] == [False, True]  # not times 1 - 1
 
 
 def test_reward_statistics_are_those_of_the_episodes_taken(tmp_path, monkeypatch):
