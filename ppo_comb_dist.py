@@ -276,10 +276,10 @@ class CombAsCoded(Comb):
 
 
 def x_coth(x):
-    """x coth x, near 0 by its series."""
-    small, square = x.abs() < 0.05, x.square()
-    x = torch.where(small, 1.0, x)  # 0 / 0 would make the gradient NaN, chosen or not
-    return torch.where(small, 1 + square * (1 / 3 - square / 45), x / x.tanh())
+    """x coth x; from 0 to 0.05, where it is 0 / 0 or almost, by its series 1 + x^2 / 3 - x^4 / 45."""
+    y = x.abs().clamp(min=0.05)
+    x2, y2 = x.square(), y.square()
+    return y / y.tanh() + (x2 - y2) * (1 / 3 - (x2 + y2) / 45)
 
 
 class Agent(nn.Module):
@@ -362,10 +362,9 @@ def minibatch_gradient(agent, args, obs, actions, log_probs, values, advantages,
     policy_loss = clipped_policy_loss(log_ratio.exp(), advantages, args.clip_coef).mean()
     clip_coef = args.clip_coef if args.clip_vloss else None
     value_loss = 0.5 * clipped_value_loss(agent.get_value(obs), values, returns, clip_coef).mean()
-    entropy = comb.entropy().sum(-1).mean()
-    loss = policy_loss + args.vf_coef * value_loss
-    if args.ent_coef:  # the entropy's gradient costs more than the log-probability's
-        loss = loss - args.ent_coef * entropy
+    with torch.enable_grad() if args.ent_coef else torch.no_grad():  # its gradient costs more than log_prob's
+        entropy = comb.entropy().sum(-1).mean()
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     loss.backward()
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     return log_ratio.detach(), torch.stack([policy_loss, value_loss, entropy]).detach()

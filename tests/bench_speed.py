@@ -285,6 +285,19 @@ def atari(args):
     print_shares(shares)
 
 
+def comb(args):
+    """Whole training of the comb against the base's, same setting: HalfCheetah-v5, 2048 / 32 / 10."""
+    contenders, rows = {}, []
+    for mode, flag in (("eager", ""), ("--compile", " --compile")):
+        for name, script in (("base", "ppo_mlp_gaussian"), ("comb", "ppo_comb_dist")):
+            flags = f"{SHARED_BATCH} --total-timesteps 100000000 --no-cuda{flag}"
+            contenders[f"{name}, {mode}"] = partial(run_script, script, flags, 2048, args.seconds)
+        rows.append((f"comb, {mode}", f"base, {mode}", 0.7))
+    speeds = compare(args.rounds, contenders)
+    print("## comb: whole training on the CPU, HalfCheetah-v5, batch 2048 / 32 minibatches / 10 epochs\n")
+    table(speeds, rows)
+
+
 def flagship(args):
     """The flagship's rollout against bare loops with the same actions, and its whole training."""
     script, num_steps, iterations = "ppo_interleaved_gru_beta", args.flagship_steps, args.flagship_iterations
@@ -406,12 +419,18 @@ def main():
         "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl,
         "atari": atari, "gpu": gpu,
     }  # fmt: skip
+
+
+    sections = {"vecenv": vecenv, "base": base, "comb": comb, "flagship": flagship, "gpu": gpu}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-workers", type=int, default=0, help="of ours, not in `base`; 0: one for each core")
     parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
     parser.add_argument("--seconds", type=float, default=10, help="how long each training against peers is timed")
+
+
+    parser.add_argument("--seconds", type=float, default=10, help="base, comb: how long each training is timed")
     parser.add_argument("--flagship-steps", type=int, default=128, help="flagship: steps an iteration")
     parser.add_argument("--flagship-iterations", type=int, default=4, help="flagship: iterations, the first not timed")
     parser.add_argument("--sb3-python", help="an interpreter with stable-baselines3")
