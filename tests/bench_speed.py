@@ -417,20 +417,14 @@ def print_shares(shares):
 def main():
     sections = {
         "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl,
-        "atari": atari, "gpu": gpu,
+        "atari": atari, "comb": comb, "gpu": gpu,
     }  # fmt: skip
-
-
-    sections = {"vecenv": vecenv, "base": base, "comb": comb, "flagship": flagship, "gpu": gpu}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-workers", type=int, default=0, help="of ours, not in `base`; 0: one for each core")
     parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
-    parser.add_argument("--seconds", type=float, default=10, help="how long each training against peers is timed")
-
-
-    parser.add_argument("--seconds", type=float, default=10, help="base, comb: how long each training is timed")
+    parser.add_argument("--seconds", type=float, default=10, help="how long each training against others is timed")
     parser.add_argument("--flagship-steps", type=int, default=128, help="flagship: steps an iteration")
     parser.add_argument("--flagship-iterations", type=int, default=4, help="flagship: iterations, the first not timed")
     parser.add_argument("--sb3-python", help="an interpreter with stable-baselines3")
