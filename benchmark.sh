@@ -61,7 +61,8 @@ suite() {
       sweep "${here}ppo_mlp_gaussian.py" Reacher-v5 5 "${short[@]}" \
         --fixed-std 0.1 --scale-actions --learning-rate 1e-3 --gamma 0.9 --no-clip-vloss
       sweep "${here}ppo_mlp_gaussian.py" Pendulum-v1 5 "${short[@]}" \
-        --scale-actions --learning-rate 1e-3 --gamma 0.9 --no-clip-vloss
+        --scale-actions --learning-rate 1e-3 --gamma 0.9 --no-clip-vloss \
+        --num-envs 4 --num-steps 1024 --num-minibatches 64 --no-norm-obs --no-norm-reward
       ;;
     humanoid)
       sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 1000000 --num-steps 128 \
