@@ -276,10 +276,9 @@ class CombAsCoded(Comb):
 
 
 def x_coth(x):
-    """x coth x; from 0 to 0.05, where it is 0 / 0 or almost, by its series 1 + x^2 / 3 - x^4 / 45."""
-    y = x.abs().clamp(min=0.05)
-    x2, y2 = x.square(), y.square()
-    return y / y.tanh() + (x2 - y2) * (1 / 3 - (x2 + y2) / 45)
+    """x coth x; within 0.05 of 0, where that is 0 / 0 or nearly so, its series 1 + x^2 / 3 - x^4 / 45."""
+    far, near = x.abs().clamp(min=0.05), x.clamp(-0.05, 0.05).square()  # one of the two is constant
+    return far / far.tanh() + (near - 0.05**2) * (1 / 3 - (near + 0.05**2) / 45)
 
 
 class Agent(nn.Module):

@@ -296,7 +296,7 @@ def test_actions_that_are_scored_are_those_that_were_sent(monkeypatch, tmp_path)
     monkeypatch.setattr(ppo, "update", spy_update)
     args = ppo.Args(
         env_id="Hopper-v5", total_timesteps=128, num_envs=2, num_steps=64, num_minibatches=4, update_epochs=1,
-        num_workers=1, eval_episodes=0, run_dir=str(tmp_path / "run"),
+        num_workers=1, eval_episodes=0, cuda=False, run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     ppo.train(args)
     np.testing.assert_array_equal(np.concatenate(sent), scored[0])
@@ -338,9 +338,8 @@ def test_density_flag_chooses():
 def test_picture_puts_two_peaks_first(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(Path(ppo.__file__).parent / "results")
     plot_comb = import_module("plot_comb")
-    found = plot_comb.second_peak(
-        ppo.Comb(rows("flat", "cliff", "first tooth", "two peaks"), LOW, HIGH).log_density.exp()
-    )
+    density = ppo.Comb(rows("flat", "cliff", "first tooth", "two peaks"), LOW, HIGH).log_density.exp()
+    found = plot_comb.second_peak(density)
     torch.testing.assert_close(found, torch.tensor([[0.0, 0.0]] * 3 + [[1.0, 1.0]]).double(), rtol=0, atol=0.05)
     args = ppo.Args(env_id="Hopper-v5")
     env = ppo.make_env(args.env_id)

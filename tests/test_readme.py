@@ -24,7 +24,7 @@ WRITTEN_BY = {
     **dict.fromkeys(("losses/kl", "losses/beta", "losses/epochs", "time/policy", "time/value"), ["ppo_kl_adaptive"]),
 }
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-# With the README's `from {script} import Agent, Args` in the base's snippet, as it says there.
+# Their policies load by the base's snippet with another import, which the README names.
 LIKE_THE_BASE = ["ppo_comb_dist"]
 
 
