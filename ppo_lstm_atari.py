@@ -20,9 +20,9 @@ A CNN encodes the frame, the RNN carries a state through the episode, linear hea
     pi(a|s_t)  = softmax(W_pi h_t + b_pi)_a,   V(s_t) = w_V h_t + b_V
     L          = L_policy + vf_coef * L_value - ent_coef * entropy                      (the base's)
 
-The update goes over whole sequences: a minibatch holds all steps of some environments, cut into sequences where
-episodes begin. `pack` orders their rows as a PackedSequence wants them, so one call of the RNN takes all sequences,
-from the states that the rollout had, without padding and without a loop over time.
+The update goes over whole sequences: a minibatch holds all steps of some environments, split where episodes begin
+(`split_sequences`). The CNN sees each frame once; then one call of the RNN takes all sequences side by side, padded at
+their ends, from the states that the rollout had; the heads and every mean see the real steps alone.
 
 Source: "Advancements in PPO", third experiment (LSTM against GRU on Pong, BeamRider and Breakout NoFrameskip-v4), in
 the setting of CleanRL's ppo_atari_lstm.py. Beyond the idea it differs from the base in that setting: categorical
@@ -318,16 +318,22 @@ class Agent(nn.Module):
         """[N, 84, 84] or [N, obs_dim] -> [N, features]"""
         return self.encoder(obs[:, None] / 255 if self.pixels else self.obs_norm(obs.float()))
 
-    def recur(self, features, state, batch_sizes):
-        """Runs the RNN through packed sequences, from state [cells, sequences, 128] on.
-
-        features [N, ...] holds every sequence's first step, then every second step, and so on, the longest sequence
-        always first; batch_sizes counts the sequences that have such a step. -> outputs [N, 128], the last states.
-        """
+    def recur(self, features, state):
+        """[steps, sequences, features], state [cells, sequences, 128] -> [steps, sequences, 128], the state after it"""
         lstm = len(state) == 2
-        packed = nn.utils.rnn.PackedSequence(features, torch.as_tensor(batch_sizes))
-        outputs, state = self.rnn(packed, tuple(state[:, None]) if lstm else state)
-        return outputs.data, torch.cat(state) if lstm else state
+        outputs, state = self.rnn(features, tuple(state[:, None]) if lstm else state)
+        return outputs, torch.cat(state) if lstm else state
+
+    def unroll(self, features, places, longest, state):
+        """The RNN's outputs [N, 128] at all steps of sequences of unequal length, which begin with `state`.
+
+        features [N, features] stand at `places` [N] of the flattened [longest, sequences]. The rest is padding: zeros
+        that come after a sequence's last step, and so change nothing.
+        """
+        num_sequences = state.shape[1]
+        padded = features.new_zeros(longest * num_sequences, features.shape[1]).index_copy(0, places, features)
+        outputs, _ = self.recur(padded.unflatten(0, (longest, num_sequences)), state)
+        return outputs.flatten(0, 1).index_select(0, places)
 
     def step(self, obs, first, state):
         """The next step of every environment: -> logits [num_envs, actions], values [num_envs], the state after it.
@@ -335,8 +341,8 @@ class Agent(nn.Module):
         `first` [num_envs] says where an episode begins, and so with a state of zeros.
         """
         state = state.masked_fill(first[:, None], 0)
-        outputs, state = self.recur(self.encode(obs), state, [len(obs)])
-        return self.actor(outputs), self.critic(outputs).squeeze(-1), state
+        outputs, state = self.recur(self.encode(obs)[None], state)
+        return self.actor(outputs[0]), self.critic(outputs[0]).squeeze(-1), state
 
     def sample(self, logits, generator=None):
         """[..., actions] -> [...], by the Gumbel-max trick: as torch.multinomial, without its checks on the host."""
@@ -399,28 +405,26 @@ def clipped_value_loss(new_values, values, returns, clip_coef):
     return torch.max(errors, (clipped - returns).square())
 
 
-def pack(first, envs):
-    """How all steps of some environments fill packed sequences that are cut where an episode begins.
+def split_sequences(first, envs):
+    """All steps of some environments as sequences that are split where an episode begins.
 
-    first [num_steps, num_envs] says where that is -> rows [N] of the flattened rollout, in the order that `Agent.recur`
-    wants; its batch_sizes; and for each sequence the environment whose state it goes on from, or num_envs for zeros.
+    first [num_steps, num_envs] says where that is. -> the steps' rows [N] in the flattened rollout, their places [N] in
+    the flattened, padded [longest, sequences], longest, and for each sequence the environment whose state it goes on
+    from, or num_envs if it begins an episode.
     """
     num_steps, num_envs = first.shape
-    rows = np.arange(first.size).reshape(first.shape)[:, envs].T.ravel()  # one environment after the other, [N]
+    rows = np.arange(first.size).reshape(first.shape)[:, envs].T.ravel()  # one environment after the other
     begins = first.ravel()[rows]
-    starts = np.flatnonzero(begins | (np.arange(rows.size) % num_steps == 0))
+    starts = np.flatnonzero(begins | (np.arange(rows.size) % num_steps == 0))  # [sequences]
     lengths = np.diff(starts, append=rows.size)
-    longest_first = np.argsort(-lengths, kind="stable")
-    starts, lengths = starts[longest_first], lengths[longest_first]
-    steps = np.arange(lengths[0])[:, None]
-    exists = steps < lengths  # [longest, sequences]
-    states = np.where(begins[starts], num_envs, rows[starts] % num_envs)
-    return rows[(starts + steps)[exists]], exists.sum(1), states
+    sequence = np.repeat(np.arange(len(starts)), lengths)  # [N]
+    places = (np.arange(rows.size) - starts[sequence]) * len(starts) + sequence
+    return rows, places, int(lengths.max()), np.where(begins[starts], num_envs, rows[starts] % num_envs)
 
 
-def minibatch_gradient(agent, args, batch_sizes, state, obs, actions, log_probs, values, advantages, returns):
+def minibatch_gradient(agent, args, longest, state, places, obs, actions, log_probs, values, advantages, returns):
     """Sets the clipped gradient of one minibatch's loss; returns what is logged: log_ratio [minibatch], losses [3]."""
-    outputs, _ = agent.recur(agent.encode(obs), state, batch_sizes)
+    outputs = agent.unroll(agent.encode(obs), places, longest, state)
     logits = agent.actor(outputs)
     log_ratio = agent.log_prob(logits, actions) - log_probs
     if args.norm_adv:
@@ -449,13 +453,13 @@ def update(agent, optimizer, minibatch_gradient, args, first, state, batch):
     state = torch.cat([state, torch.zeros_like(state[:, :1])], 1)
     log_ratios, losses = [], []
     for _ in range(args.update_epochs):
-        # A minibatch is all steps of some environments: [(rows, batch_sizes, environments of the states), ...]
-        groups = np.split(np.random.permutation(args.num_envs), args.num_minibatches)
-        rows, batch_sizes, states = zip(*(pack(first, envs) for envs in groups))
-        order, start = (torch.as_tensor(np.concatenate(x), device=device) for x in (rows, states))
-        shuffled = [x[order].split(batch_size // args.num_minibatches) for x in batch]  # gathered once an epoch
-        starts = state[:, start].split([len(x) for x in states], 1)
-        for minibatch in zip(batch_sizes, starts, *shuffled):
+        groups = np.split(np.random.permutation(args.num_envs), args.num_minibatches)  # whole environments
+        rows, places, longest, starts = zip(*(split_sequences(first, envs) for envs in groups))
+        order, place, start = (torch.as_tensor(np.concatenate(x), device=device) for x in (rows, places, starts))
+        states = state[:, start].split([len(x) for x in starts], 1)
+        columns = [place, *(x[order] for x in batch)]  # gathered once an epoch
+        shuffled = [x.split(batch_size // args.num_minibatches) for x in columns]
+        for minibatch in zip(longest, states, *shuffled):
             check_signals()
             optimizer.zero_grad()
             log_ratio, loss = minibatch_gradient(agent, args, *minibatch)
@@ -524,7 +528,8 @@ def train(args: Args) -> dict:
             return run.evaluated(*evaluate(agent, args, device, run.video_folder))
         policy, gradient = agent.step, minibatch_gradient
         if args.compile:
-            agent.recur = torch.compiler.disable(agent.recur)  # eager: the number of sequences varies
+            # The RNN's calls stay eager: the number of sequences varies.
+            agent.recur, agent.unroll = torch.compiler.disable(agent.recur), torch.compiler.disable(agent.unroll)
             policy, gradient = compile_function(policy, device), compile_function(gradient, device)
 
         next_obs, next_first = envs.reset(), np.ones(args.num_envs, bool)

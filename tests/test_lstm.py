@@ -1,4 +1,4 @@
-"""The recurrent script: packed sequences against a step-by-step reference, games with lives, memory at work."""
+"""The recurrent script: sequences against a step-by-step reference, games with lives, memory at work."""
 
 import sys
 from functools import partial
@@ -56,38 +56,45 @@ def slow_outputs(policy, obs, first, state):
     return torch.stack(outputs).unflatten(0, obs.shape[:2]), torch.cat(state, 1)
 
 
-def packed_outputs(policy, obs, first, state, envs):
-    """What `update` does: -> rows, and the RNN's outputs in their order."""
-    rows, batch_sizes, states = ppo.pack(first, envs)
+def split(first, envs, state):
+    """What `update` makes of a rollout for one minibatch: -> rows, and longest, state, places for the gradient."""
+    rows, places, longest, states = ppo.split_sequences(first, envs)
     state = torch.cat([state, torch.zeros_like(state[:, :1])], 1)[:, states]
-    return rows, policy.recur(policy.encode(obs.flatten(0, 1)[rows]), state, batch_sizes)[0]
+    return rows, (longest, state, torch.as_tensor(places))
+
+
+def fused_outputs(policy, obs, first, state, envs):
+    """-> rows, and the RNN's outputs in their order."""
+    rows, (longest, state, places) = split(first, envs, state)
+    return rows, policy.unroll(policy.encode(obs.flatten(0, 1)[rows]), places, longest, state)
 
 
 # Sequences
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 1.0])
-def test_packed_rows_are_every_step_once_in_whole_sequences(rate):
+def test_sequences_are_whole_episodes_and_every_step_is_in_one(rate):
     num_steps, num_envs = 12, 5
     first = random_first(num_steps, num_envs, rate)
     for envs in (np.array([3]), np.array([4, 0, 2]), np.arange(5)):
-        rows, batch_sizes, states = ppo.pack(first, envs)
-        expected = [t * num_envs + env for t in range(num_steps) for env in envs]
-        assert sorted(rows) == sorted(expected)
-        assert batch_sizes.sum() == len(rows) and (np.diff(batch_sizes) <= 0).all() and len(states) == batch_sizes[0]
-        by_step = np.split(rows, np.cumsum(batch_sizes)[:-1])
-        for i, start_env in enumerate(states):
-            sequence = [step[i] for step in by_step if i < len(step)]
+        rows, places, longest, states = ppo.split_sequences(first, envs)
+        assert sorted(rows) == sorted(t * num_envs + env for t in range(num_steps) for env in envs)
+        assert len(set(places)) == len(places)
+        grid = np.full((longest, len(states)), -1)
+        grid.ravel()[places] = rows
+        assert (grid >= 0).any(1).all()  # no longer than the longest
+        for sequence, start_env in zip(grid.T, states):
+            length = (sequence >= 0).sum()
             t, env = divmod(sequence[0], num_envs)
-            assert sequence == [(t + k) * num_envs + env for k in range(len(sequence))]
+            assert sequence[:length].tolist() == [(t + k) * num_envs + env for k in range(length)]
             assert start_env == (num_envs if first[t, env] else env) and (first[t, env] or t == 0)
-            assert not first[t + 1 : t + len(sequence), env].any()  # it ends where the next episode begins
-            assert t + len(sequence) == num_steps or first[t + len(sequence), env]
+            assert not first[t + 1 : t + length, env].any()  # it ends where the next episode begins
+            assert t + length == num_steps or first[t + length, env]
 
 
 @cells
 @spaces
-def test_packed_outputs_and_gradients_equal_the_step_by_step_reference(rnn, space):
+def test_fused_outputs_and_gradients_equal_the_step_by_step_reference(rnn, space):
     policy = agent(space, rnn=rnn)
     num_steps, num_envs = (7, 3) if space is FRAMES else (40, 6)
     obs, first = observations(space, num_steps, num_envs), random_first(num_steps, num_envs)
@@ -100,12 +107,30 @@ def test_packed_outputs_and_gradients_equal_the_step_by_step_reference(rnn, spac
     assert any(name.startswith("encoder") for name in gradients) and any(name.startswith("rnn") for name in gradients)
     policy.zero_grad()
     for envs in (np.arange(num_envs)[1:], np.array([0])):  # two minibatches of unequal size
-        rows, outputs = packed_outputs(policy, obs, first, state, envs)
+        rows, outputs = fused_outputs(policy, obs, first, state, envs)
         torch.testing.assert_close(outputs, expected[rows], atol=1e-5, rtol=0)
         (outputs * weights[rows]).sum().backward()
     for name, p in policy.named_parameters():
         if name in gradients:
             torch.testing.assert_close(p.grad, gradients[name], atol=1e-4, rtol=1e-3)
+
+
+@cells
+def test_padding_changes_nothing(rnn):
+    policy, num_steps, num_envs = agent(rnn=rnn), 30, 4
+    first, state = random_first(num_steps, num_envs), torch.randn(policy.initial_state(num_envs).shape)
+    rows, (longest, state, places) = split(first, np.arange(num_envs), state)
+    features, found = torch.randn(len(rows), 64, requires_grad=True), []
+    for more in (0, 9):
+        outputs = policy.unroll(features, places, longest + more, state)
+        outputs.square().sum().backward()
+        gradients = [features.grad, *(p.grad for p in policy.rnn.parameters())]
+        found.append([outputs.detach(), *(gradient.clone() for gradient in gradients)])
+        features.grad = None
+        policy.zero_grad()
+    assert longest * state.shape[1] > len(rows)  # there is padding
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
 
 @cells
@@ -134,10 +159,9 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, clip_vloss):
     gradients = [p.grad.clone() for p in policy.parameters()]
 
     policy.zero_grad()
-    rows, batch_sizes, states = ppo.pack(first, np.random.permutation(num_envs))
-    state = torch.cat([state, torch.zeros_like(state[:, :1])], 1)[:, states]
+    rows, sequences = split(first, np.random.permutation(num_envs), state)
     columns = (x[rows] for x in (obs.flatten(0, 1), actions, old_log_probs, values, advantages, returns))
-    found, losses = ppo.minibatch_gradient(policy, args, batch_sizes, state, *columns)
+    found, losses = ppo.minibatch_gradient(policy, args, *sequences, *columns)
     torch.testing.assert_close(found, log_ratio[rows], atol=1e-5, rtol=0)
     torch.testing.assert_close(losses, torch.stack([policy_loss, value_loss, entropy]), atol=1e-5, rtol=1e-5)
     for p, expected in zip(policy.parameters(), gradients):
@@ -150,18 +174,18 @@ def test_a_state_never_leaks_over_an_episode_end(rnn):
     first = np.zeros((num_steps, num_envs), bool)
     first[8, 0] = first[0, 1] = True
     obs, state = observations(VECTORS, num_steps, num_envs), torch.randn(policy.initial_state(num_envs).shape)
-    rows, before = packed_outputs(policy, obs, first, state, np.arange(2))
+    rows, before = fused_outputs(policy, obs, first, state, np.arange(2))
     step, env = rows // num_envs, rows % num_envs
     obs[:8, 0] += 10.0  # the first episode of environment 0
     other_state = state + 1.0
-    after = packed_outputs(policy, obs, first, other_state, np.arange(2))[1]
+    after = fused_outputs(policy, obs, first, other_state, np.arange(2))[1]
     changed = (before != after).any(1).numpy()
     assert changed[(env == 0) & (step < 8)].all()  # obs or the state it goes on from
     assert not changed[(env == 0) & (step >= 8)].any()
     assert not changed[env == 1].any()  # it began with this rollout, and the other environment is nothing to it
 
     obs.requires_grad_()
-    outputs = packed_outputs(policy, obs, first, state, np.arange(2))[1]
+    outputs = fused_outputs(policy, obs, first, state, np.arange(2))[1]
     outputs[(env == 0) & (step >= 8)].sum().backward()
     assert obs.grad[:8, 0].abs().max() == 0 and obs.grad[8:, 0].abs().min() > 0 and obs.grad[:, 1].abs().max() == 0
 
@@ -312,18 +336,17 @@ def test_compiled_gradients_equal_the_eager_ones():
     for compiled in (False, True):
         policy, gradient = agent(FRAMES), ppo.minibatch_gradient
         if compiled:
-            policy.recur = torch.compiler.disable(policy.recur)
+            policy.unroll = torch.compiler.disable(policy.unroll)
             gradient = ppo.compile_function(gradient, torch.device("cpu"))
         torch.manual_seed(1)
         for rate in (0.0, 0.1, 0.3):  # other numbers of sequences
             obs, state = observations(FRAMES, 16, 2), torch.randn(policy.initial_state(2).shape)
-            rows, batch_sizes, states = ppo.pack(random_first(16, 2, rate), np.arange(2))
-            start = torch.cat([state, torch.zeros_like(state[:, :1])], 1)[:, states]
+            rows, sequences = split(random_first(16, 2, rate), np.arange(2), state)
             policy.zero_grad()
+            actions = torch.randint(0, 4, (32,))
             log_ratio, losses = gradient(
-                policy, args, batch_sizes, start, obs.flatten(0, 1)[rows], torch.randint(0, 4, (32,)),
-                *torch.randn(4, 32),
-            )  # fmt: skip
+                policy, args, *sequences, obs.flatten(0, 1)[rows], actions, *torch.randn(4, 32)
+            )
             gradients.append([log_ratio, losses, *(p.grad.clone() for p in policy.parameters())])
     for eager, compiled in zip(gradients[:3], gradients[3:]):
         for x, y in zip(eager, compiled):
@@ -350,9 +373,10 @@ def test_memory_makes_up_for_hidden_velocities(rnn, tmp_path):
 def test_without_memory_hidden_velocities_stay_hidden(monkeypatch, tmp_path):
     recur = ppo.Agent.recur
 
-    def forgetful(policy, features, state, batch_sizes):  # every step as the first one of an episode
-        outputs, _ = recur(policy, features, policy.initial_state(len(features)), [len(features)])
-        return outputs, torch.zeros_like(state)
+    def forgetful(policy, features, state):  # every step as the first one of an episode
+        steps = features.flatten(0, 1)
+        outputs, _ = recur(policy, steps[None], policy.initial_state(len(steps)))
+        return outputs[0].unflatten(0, features.shape[:2]), torch.zeros_like(state)
 
     monkeypatch.setattr(ppo.Agent, "recur", forgetful)
     result = ppo.train(ppo.Args(**CARTPOLE, run_dir=str(tmp_path / "run")))
@@ -468,6 +492,22 @@ def test_every_atari_id_gives_84_x_84_frames_and_the_sign_of_rewards(env_id):
     assert env.func(44.0) == 1 and env.func(-3.0) == -1 and env.func(0.0) == 0
     frames = [env.step(0)[4]["frame_number"] for _ in range(3)]
     assert np.diff(frames).tolist() == [4, 4]
+
+
+def test_the_same_seed_plays_the_same_games_whatever_the_number_of_workers():
+    make, played = partial(ppo.make_env, "BreakoutNoFrameskip-v4"), []
+    actions = np.random.default_rng(0).integers(4, size=(120, 2))  # long enough for lives to be lost
+    for seed, num_workers in ((3, 1), (3, 2), (4, 2)):
+        with ppo.SubprocVecEnv(make, 2, num_workers, seed) as envs:
+            frames, ends = [envs.reset().copy()], 0
+            for action in actions:
+                obs, _, terminated, _ = envs.step(action)
+                frames.append(obs.copy())
+                ends += terminated.sum()
+        assert ends > 2 and frames[0].dtype == np.uint8
+        played.append(np.stack(frames))
+    assert np.array_equal(played[0], played[1]) and not np.array_equal(played[0], played[2])
+    assert not np.array_equal(played[0][:, 0], played[0][:, 1])
 
 
 class Scripted:
