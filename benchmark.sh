@@ -48,6 +48,7 @@ sweep() {
 }
 
 # The suites: one for each table of results/README.md.
+suites="base base-report humanoid comb value-first kl-post kl-objectives recurrent"
 suite() {
   case $1 in
     base)
@@ -92,7 +93,38 @@ suite() {
         sweep "${here}ppo_value_first.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3 --order "$order" "${mujoco[@]}"
       done
       ;;
-    *) die "no suite '$1' (nor a script, which ends in .py); the suites: base base-report humanoid comb value-first" ;;
+    kl-post) # "AI Gym Workout": budgets that hold as many episodes as the post's
+      local kl=${here}ppo_kl_adaptive.py
+      sweep "$kl" "HalfCheetah-v5 Swimmer-v5 Reacher-v5" 3 --total-timesteps 3000000
+      sweep "$kl" HalfCheetah-v5 3 --total-timesteps 3000000 --bootstrap-time-limit
+      sweep "$kl" InvertedPendulum-v5 3 --total-timesteps 1000000
+      sweep "$kl" InvertedDoublePendulum-v5 3 --total-timesteps 5000000
+      sweep "$kl" Hopper-v5 3 --total-timesteps 6000000
+      sweep "$kl" Walker2d-v5 1 --total-timesteps 5000000
+      sweep "$kl" "Ant-v5 Humanoid-v5 HumanoidStandup-v5" 1 --total-timesteps 2000000
+      ;;
+    kl-objectives) # Table 1 of the PPO paper
+      local value tasks="HalfCheetah-v5 Hopper-v5 InvertedDoublePendulum-v5 InvertedPendulum-v5 Reacher-v5 Swimmer-v5"
+      local table=("${here}ppo_kl_adaptive.py" "$tasks Walker2d-v5") paper=(--preset paper --compile)
+      sweep "${table[@]}" 3 "${paper[@]}" --objective none
+      sweep "${table[@]}" 3 "${paper[@]}" --objective clip --clip-coef 0.2
+      sweep "${table[@]}" 3 "${paper[@]}" --objective kl-adaptive --kl-targ 0.01
+      sweep "${table[@]}" 3 "${paper[@]}" --objective kl-fixed --beta 1
+      for value in 0.1 0.3; do sweep "${table[@]}" 1 "${paper[@]}" --objective clip --clip-coef "$value"; done
+      for value in 0.003 0.03; do sweep "${table[@]}" 1 "${paper[@]}" --objective kl-adaptive --kl-targ "$value"; done
+      for value in 0.3 3 10; do sweep "${table[@]}" 1 "${paper[@]}" --objective kl-fixed --beta "$value"; done
+      ;;
+    recurrent)
+      local cell masked=(--mask-velocity --total-timesteps 150000 --num-envs 16 --num-steps 64 --update-epochs 10
+        --learning-rate 1e-3 --clip-coef 0.2 --ent-coef 0 --no-clip-vloss --norm-reward --eval-episodes 100)
+      for cell in lstm gru; do
+        sweep "${here}ppo_lstm_atari.py" PongNoFrameskip-v4 1 --rnn "$cell" --total-timesteps 3000000
+        sweep "${here}ppo_lstm_atari.py" "BreakoutNoFrameskip-v4 BeamRiderNoFrameskip-v4" 1 --rnn "$cell" \
+          --total-timesteps 1000000
+        sweep "${here}ppo_lstm_atari.py" CartPole-v1 10 --rnn "$cell" "${masked[@]}"
+      done
+      ;;
+    *) die "no suite '$1' (nor a script, which ends in .py); the suites: $suites" ;;
   esac
 }
 
