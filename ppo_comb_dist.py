@@ -32,6 +32,9 @@ epochs of minibatch gradient steps on
 Source: "Advancements in PPO" (George Ogden), fourth experiment. Its code (comb_utils.py, George-Ogden/ppo-experiments)
 samples from another density than the one it scores; --density as-coded does the same.
 
+Result:  1 M steps, mean return of the last 100 episodes, 3 seeds (the base's Gaussian beside it): HalfCheetah-v5 2322
+         (2226), Hopper-v5 2114 (2851), Walker2d-v5 1688 (3308).
+
 Run:     python ppo_comb_dist.py --env-id HalfCheetah-v5
 Resume:  python ppo_comb_dist.py --resume runs/HalfCheetah-v5__ppo_comb_dist__1__1700000000
 """
