@@ -218,8 +218,8 @@ class Comb:
     def __init__(self, logits, low, high):
         self.low, self.high, self.pieces = low, high, logits.shape[-1] - 1
         self.width = (high - low) / self.pieces  # of a piece, [act_dim]
-        self.log_weights = self.width.log()[:, None].repeat(1, self.pieces + 1)  # trapezoid rule, [act_dim, teeth]
-        self.log_weights[:, :: self.pieces] -= np.log(2)  # the first and the last
+        halves = nn.functional.pad(low.new_zeros(self.pieces - 1), (1, 1), value=-np.log(2))  # the first and the last
+        self.log_weights = self.width.log()[:, None] + halves  # trapezoid rule, [act_dim, teeth]
         self.log_density = (logits + self.log_weights).log_softmax(-1) - self.log_weights  # [..., act_dim, teeth]
 
     def at(self, teeth):
@@ -234,8 +234,9 @@ class Comb:
         """Of actions within the bounds, [..., act_dim]; finite whatever the logits."""
         teeth = ((actions - self.low) / self.width).clamp(0, self.pieces)
         piece = teeth.long().clamp(max=self.pieces - 1)
-        weights = torch.stack([piece + 1 - teeth, teeth - piece], -1)  # of both ends
-        return (self.ends(piece) + weights.log()).logsumexp(-1)
+        left, right = self.ends(piece).unbind(-1)
+        weight = teeth - piece  # of the right end
+        return torch.logaddexp(left + (-weight).log1p(), right + weight.log())
 
     def sample(self):
         u, v = (1 - torch.rand_like(self.log_density[..., :2])).unbind(-1)  # in (0, 1]: a mass of 0 is never drawn
@@ -279,9 +280,9 @@ class CombAsCoded(Comb):
 
 
 def x_coth(x):
-    """x coth x; within 0.05 of 0, where that is 0 / 0 or nearly so, its series 1 + x^2 / 3 - x^4 / 45."""
-    far, near = x.abs().clamp(min=0.05), x.clamp(-0.05, 0.05).square()  # one of the two is constant
-    return far / far.tanh() + (near - 0.05**2) * (1 / 3 - (near + 0.05**2) / 45)
+    """x coth x; within 0.01 of 0, where that is 0 / 0 or nearly so, its series 1 + x^2 / 3, off by 2e-10 at most."""
+    far, near = x.abs().clamp(min=0.01), x.clamp(-0.01, 0.01).square()  # one of the two is constant
+    return far / far.tanh() + (near - 0.01**2) / 3
 
 
 class Agent(nn.Module):
@@ -324,20 +325,23 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
     next_values[t] is V of the state that really followed step t: the episode's last observation where it ended.
     A terminal state is worth 0. A time limit is no terminal state: it bootstraps, but no advantage flows across it.
     """
-    deltas = rewards + gamma * (1 - terminated) * next_values - values
-    decay = gamma * gae_lambda * (1 - done)
-    advantages = deltas.clone()
-    for t in reversed(range(len(rewards) - 1)):
-        advantages[t] += decay[t] * advantages[t + 1]
+    advantages = rewards + gamma * (1 - terminated) * next_values - values  # the deltas, at first
+    decay = (gamma * gae_lambda * (1 - done)).unbind()
+    rows = advantages.unbind()
+    for t in reversed(range(len(rows) - 1)):
+        rows[t].addcmul_(decay[t], rows[t + 1])
     return advantages
 
 
 def discounted_returns(rewards, done, running, gamma):
     """Each environment's discounted return so far, [num_steps, num_envs]; `running` [num_envs] goes on in place."""
-    returns = torch.empty_like(rewards)
-    for t in range(len(rewards)):
-        returns[t] = running.mul_(gamma).add_(rewards[t])
-        running *= 1 - done[t]
+    returns = rewards.clone()
+    returns[0] += gamma * running
+    decay = (gamma * (1 - done.type_as(rewards))).unbind()
+    rows = returns.unbind()
+    for t in range(1, len(rows)):
+        rows[t].addcmul_(decay[t - 1], rows[t - 1])
+    running.copy_(rows[-1] * (1 - done[-1]))
     return returns
 
 
@@ -748,7 +752,9 @@ class SubprocVecEnv:
         self._receive()
 
     def _receive(self):
-        for part, connection, process in zip(self.slices, self.connections, self.processes):
+        # The last one first: it starts last, on the core that this process leaves by waiting for it. Were the first one
+        # waited for first, its answer would wake this process in the midst of the last one's work.
+        for part, connection, process in [*zip(self.slices, self.connections, self.processes)][::-1]:
             try:
                 answer = os.read(connection.fileno(), 1)
                 if answer == FAULT:

@@ -268,20 +268,23 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
     next_values[t] is V of the state that really followed step t: the episode's last observation where it ended.
     A terminal state is worth 0. A time limit is no terminal state: it bootstraps, but no advantage flows across it.
     """
-    deltas = rewards + gamma * (1 - terminated) * next_values - values
-    decay = gamma * gae_lambda * (1 - done)
-    advantages = deltas.clone()
-    for t in reversed(range(len(rewards) - 1)):
-        advantages[t] += decay[t] * advantages[t + 1]
+    advantages = rewards + gamma * (1 - terminated) * next_values - values  # the deltas, at first
+    decay = (gamma * gae_lambda * (1 - done)).unbind()
+    rows = advantages.unbind()
+    for t in reversed(range(len(rows) - 1)):
+        rows[t].addcmul_(decay[t], rows[t + 1])
     return advantages
 
 
 def discounted_returns(rewards, done, running, gamma):
     """Each environment's discounted return so far, [num_steps, num_envs]; `running` [num_envs] goes on in place."""
-    returns = torch.empty_like(rewards)
-    for t in range(len(rewards)):
-        returns[t] = running.mul_(gamma).add_(rewards[t])
-        running *= 1 - done[t]
+    returns = rewards.clone()
+    returns[0] += gamma * running
+    decay = (gamma * (1 - done.type_as(rewards))).unbind()
+    rows = returns.unbind()
+    for t in range(1, len(rows)):
+        rows[t].addcmul_(decay[t - 1], rows[t - 1])
+    running.copy_(rows[-1] * (1 - done[-1]))
     return returns
 
 
@@ -697,7 +700,9 @@ class SubprocVecEnv:
         self._receive()
 
     def _receive(self):
-        for part, connection, process in zip(self.slices, self.connections, self.processes):
+        # The last one first: it starts last, on the core that this process leaves by waiting for it. Were the first one
+        # waited for first, its answer would wake this process in the midst of the last one's work.
+        for part, connection, process in [*zip(self.slices, self.connections, self.processes)][::-1]:
             try:
                 answer = os.read(connection.fileno(), 1)
                 if answer == FAULT:
