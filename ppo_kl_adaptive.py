@@ -29,7 +29,8 @@ to Monte-Carlo returns. It takes a time limit for an end, as the post does; --bo
 
 --objective clip | none | kl-fixed | kl-adaptive takes another surrogate. With --preset paper each row of Table 1 of
 Schulman et al. 2017 (arXiv:1707.06347) is one command: that preset is the base, but that nothing anneals the learning
-rate or clips the value's change, and that the paper's own rule, without hinge and early stop, adapts beta:
+rate, limits the gradient's norm or clips the value's change, and that the paper's own rule, without hinge and early
+stop, adapts beta:
 
     KL > 1.5 * kl_targ:  beta *= 2        KL < kl_targ / 1.5:  beta /= 2
 
@@ -138,7 +139,7 @@ class Args:
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.0  # the post has no limit
+    max_grad_norm: float = 0.0  # neither the post nor the paper has a limit
     """largest norm of the gradient, over all parameters"""
     norm_obs: bool = True
     """normalise observations by running statistics and clip them at 10"""
@@ -179,7 +180,6 @@ class Args:
             "gae_lambda": 0.95,
             "num_minibatches": 32,
             "update_epochs": 10,
-            "max_grad_norm": 0.5,
             "norm_reward": True,
             "kl_targ": 0.01,
             "eta": 0.0,

@@ -4,6 +4,8 @@ import json
 import shutil
 import sys
 from argparse import Namespace
+from importlib import import_module
+from pathlib import Path
 
 import gymnasium as gym
 import misbehaving  # noqa: F401 (registers the environments)
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import plot_runs
 import ppo_kl_adaptive as ppo
 import ppo_mlp_gaussian as base
 
@@ -545,7 +548,8 @@ def test_the_papers_clipped_objective_is_the_base(tmp_path, monkeypatch):
     """The same steps of both scripts, to rounding; and a resumed run keeps its preset."""
     sizes = {"env_id": "misbehaving:Healthy-v0", "num_envs": 4, "num_steps": 16, "num_minibatches": 4}
     sizes |= {"num_workers": 2, "eval_episodes": 0, "cuda": False, "total_timesteps": 4 * 64}
-    base.train(base.Args(**sizes, anneal_lr=False, clip_vloss=False, run_dir=str(tmp_path / "base")))
+    unlike = {"anneal_lr": False, "clip_vloss": False, "max_grad_norm": 1e9}
+    base.train(base.Args(**sizes, **unlike, run_dir=str(tmp_path / "base")))
     ppo.train(paper_args(**sizes, objective="clip", run_dir=str(tmp_path / "run")))
     expected, found = load(tmp_path / "base")["model"], load(tmp_path / "run")["model"]
     found["log_std"] = found.pop("log_std_copies")[0]
@@ -572,3 +576,53 @@ def test_episodes_in_a_batch_by_environment(monkeypatch, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             ppo.train(small_args(tmp_path / env_id[:4], env_id=env_id, episodes_per_batch=None, norm_obs=False))
         assert asked.pop() == episodes
+
+
+# results/kl_tables.py
+
+
+@pytest.fixture
+def kl_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "results"))
+    return import_module("kl_tables")
+
+
+def fake_run(env_id, seed, training, returns=(), **args):
+    points = np.array([(0, 0, x) for x in returns], np.float64).reshape(-1, 3)
+    args = {"exp_name": "ppo", "env_id": env_id, "seed": seed, **args}
+    return plot_runs.Run(Path(), env_id, seed, args, points, "finished", training, np.nan, 1.0, "ppo")
+
+
+def cells(lines):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
+
+
+def test_threshold_table_counts_episodes(kl_tables):
+    returns = [0, 0, 0, 0, 500, 0, 0, 90, 90, 90, 90, 90, 400]  # one good episode: 100 for 5 in a row
+    assert kl_tables.crossing(np.array(returns), 90) == 5
+    assert kl_tables.crossing(np.array(returns), 100.5) == 8
+    assert kl_tables.crossing(np.array(returns), 153) is None
+    runs = [fake_run("Swimmer-v5", 2, 0, [0] * 9 + [450]), fake_run("Swimmer-v5", 1, 0, [-1] * 9)]
+    (row,) = cells(kl_tables.thresholds(runs))
+    assert row == ["Swimmer-v5", "ppo", "90", "137", "not in 9, 10", "372", "-1.00, 90.0"]
+
+
+def test_objectives_are_scored_as_the_paper_does(kl_tables):
+    clip, none = {"objective": "clip", "clip_coef": 0.2}, {"objective": "none", "clip_coef": 0.2}
+    runs = [fake_run("A-v5", seed, score, **clip) for seed, score in ((1, 90), (2, 110))] + [
+        fake_run("B-v5", 1, 3, **clip),
+        fake_run("A-v5", 1, -50, **none),
+        fake_run("B-v5", 1, 5, **none),
+        fake_run("B-v5", 1, 9, objective="clip", clip_coef=0.3),  # no run on A: the row is left out
+    ]
+    table = cells(kl_tables.objectives(runs, {"A-v5": 0, "B-v5": 1}.get))
+    # A: 0 to 100, B: 1 to 5. No penalty: (-50 / 100 + 1) / 2; clipping: (1 + (3 - 1) / 4) / 2.
+    assert table == [
+        ["none", "1", "-0.39", "0.25", "-50.0", "5.00"],
+        ["clip, clip_coef 0.2", "1", "0.82", "0.75", "100", "3.00"],
+        ["random actions", "", "0", "0", "0.00", "1.00"],
+    ]
+
+
+def test_random_actions_are_scored_by_whole_episodes(kl_tables):
+    assert -500 < kl_tables.random_score("Pendulum-v1") / 2.5 < -400  # -1000 to -1250, 200 steps each

@@ -460,9 +460,9 @@ def raise_in_constructor():
     [
         (
             partial(gym.make, "misbehaving:RaiseInStep-v0"),
-            "environment 1 raised RuntimeError in step: the leg is broken",
+            "environment 3 raised RuntimeError in step: the leg is broken",
         ),
-        (raise_in_constructor, "environment 0 raised RuntimeError in its constructor: no such robot"),
+        (raise_in_constructor, "environment 2 raised RuntimeError in its constructor: no such robot"),
     ],
 )
 def test_fault_carries_its_traceback_and_index(make, message):

@@ -1,0 +1,140 @@
+"""The two published tables that `ppo_kl_adaptive.py` is measured against, each beside ours.
+
+    python results/kl_tables.py thresholds runs                         "AI Gym Workout", tables 1 and 2
+    python results/kl_tables.py objectives results/runs/kl-objectives   the PPO paper, table 1
+
+thresholds needs the full runs of `./benchmark.sh kl-post`, whose event files have every episode: after how many
+episodes the mean return of 5 in a row first reaches the post's threshold, and the largest such mean; seed by seed.
+
+objectives takes the runs of `./benchmark.sh kl-objectives`, full or kept. As the paper does, it shifts and scales the
+mean return of the last 100 episodes in each environment, so that uniformly random actions score 0 and the best row 1,
+and averages over the environments. A run that diverged counts with the mean it had reached.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import plot_runs
+
+# "AI Gym Workout": (threshold, episodes until it is crossed, largest mean of 5 episodes), on v1 environments, one run
+POST = {
+    "Ant": (3500, 29740, 3660), "HalfCheetah": (4700, 1966, 5363), "Hopper": (2000, 2250, 3897),
+    "Humanoid": (2500, None, 1248), "Reacher": (-7, 14100, -4.0), "Swimmer": (90, 137, 372),
+    "Walker2d": (3000, 5700, 7280),
+}  # fmt: skip
+# Schulman et al. 2017 (arXiv:1707.06347), table 1: (objective, the flag that tells it, its value, average score)
+PAPER = [
+    ("none", None, None, -0.39),
+    ("clip", "clip_coef", 0.1, 0.76), ("clip", "clip_coef", 0.2, 0.82), ("clip", "clip_coef", 0.3, 0.70),
+    ("kl-adaptive", "kl_targ", 0.003, 0.68), ("kl-adaptive", "kl_targ", 0.01, 0.74),
+    ("kl-adaptive", "kl_targ", 0.03, 0.71),
+    ("kl-fixed", "beta", 0.3, 0.62), ("kl-fixed", "beta", 1.0, 0.71), ("kl-fixed", "beta", 3.0, 0.72),
+    ("kl-fixed", "beta", 10.0, 0.69),
+]  # fmt: skip
+RANDOM_EPISODES = 100
+
+
+def number(value):
+    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
+
+
+def row(*cells):
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def five_episode_means(returns):
+    """[episodes] -> means of each 5 in a row [episodes - 4]"""
+    return np.convolve(returns, np.full(5, 0.2), "valid")
+
+
+def crossing(returns, threshold):
+    """How many episodes there were when the mean of 5 in a row first reached the threshold; None if it never did."""
+    reached = np.flatnonzero(five_episode_means(returns) >= threshold)
+    return int(reached[0]) + 5 if len(reached) else None
+
+
+def thresholds(runs):
+    """Lines of Markdown: ours and the post's episodes to each threshold, and best means."""
+    yield row(
+        "environment", "variant", "threshold", "the post", "ours, each seed", "best 5 of the post", "ours, each seed"
+    )
+    yield row(*"-------")
+    for (env_id, variant), group in plot_runs.groups(runs).items():
+        threshold, episodes, best = POST.get(env_id.rsplit("-", 1)[0], (None, None, None))
+        ours, bests = [], []
+        for run in sorted(group, key=lambda run: run.seed):
+            returns = run.points[:, 2]
+            reached = crossing(returns, threshold) if threshold is not None else None
+            ours.append(reached or (f"not in {len(returns)}" if threshold is not None else "-"))
+            bests.append(number(five_episode_means(returns).max()))
+        cells = [env_id, variant, *("-" if x is None else x for x in (threshold, episodes))]
+        yield row(*cells, ", ".join(map(str, ours)), "-" if best is None else best, ", ".join(bests))
+
+
+def random_score(env_id):
+    """Mean return of uniformly random actions."""
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id), RANDOM_EPISODES)
+    env.action_space.seed(0)
+    for episode in range(RANDOM_EPISODES):
+        env.reset(seed=episode)
+        ended = False
+        while not ended:
+            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            ended = terminated or truncated
+    return np.mean(env.return_queue)
+
+
+def objectives(runs, random_score=random_score):
+    """Lines of Markdown: each row's normalised score beside the paper's, and its mean return in every environment."""
+    environments = sorted({run.env_id for run in runs})
+    means, seeds = {}, {}  # of each row: {environment: mean over seeds}, the number of seeds
+    for objective, flag, value, _ in PAPER:
+        chosen = [r for r in runs if r.args["objective"] == objective and (not flag or r.args[flag] == value)]
+        if {run.env_id for run in chosen} == set(environments):
+            values = {e: [run.training for run in chosen if run.env_id == e] for e in environments}
+            means[objective, value] = {env_id: np.mean(x) for env_id, x in values.items()}
+            seeds[objective, value] = min(map(len, values.values()))
+    low = {env_id: random_score(env_id) for env_id in environments}
+    high = {env_id: max(row[env_id] for row in means.values()) for env_id in environments}
+    yield row("objective", "seeds", "the paper", "ours", *environments)
+    yield row(*"----", *("-" for _ in environments))
+    ours, theirs = [], []
+    for objective, flag, value, published in PAPER:
+        name = f"{objective}, {flag} {value:g}" if flag else objective
+        if (objective, value) not in means:
+            print(f"{name} is left out: not every environment has a run", file=sys.stderr)
+            continue
+        mean = means[objective, value]
+        score = np.mean([(mean[env_id] - low[env_id]) / (high[env_id] - low[env_id]) for env_id in environments])
+        ours.append(score)
+        theirs.append(published)
+        yield row(name, seeds[objective, value], published, f"{score:.2f}", *(number(mean[e]) for e in environments))
+    yield row("random actions", "", 0, 0, *(number(low[env_id]) for env_id in environments))
+    if len(ours) > 2:
+        yield f"\nSpearman's rank correlation of both columns: {stats.spearmanr(ours, theirs).statistic:.2f}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=["thresholds", "objectives"])
+    parser.add_argument("paths", nargs="+", help="run directories, or directories above them")
+    args = parser.parse_args()
+    preset = {"thresholds": "post", "objectives": "paper"}[args.table]
+    runs = [run for run in plot_runs.find_runs(args.paths) if run.args.get("preset") == preset]
+    runs = [run for run in runs if run.status != "unfinished" and len(run.points)]
+    if args.table == "thresholds":
+        runs = [run for run in runs if list(run.directory.glob(plot_runs.EVENTS))]
+    if not runs:
+        raise SystemExit(f"no ended runs of --preset {preset} in {' '.join(args.paths)}")
+    plot_runs.name_variants(runs)
+    print(*(thresholds if args.table == "thresholds" else objectives)(runs), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
