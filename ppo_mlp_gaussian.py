@@ -959,12 +959,12 @@ class Run:
         algorithm, keys, *rest = np.random.get_state()
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         state = {"script": Path(__file__).stem, "args": vars(self.args), "shapes": self.shapes}
-        state |= {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
         state["rng"] = {"numpy": [algorithm, keys.tolist(), *rest], "torch": torch.get_rng_state(), "cuda": cuda}
         state |= {"global_step": self.global_step, "iteration": self.iteration}
         state |= {"seconds": self.seconds + time.perf_counter() - self.started}
         state |= {"training_seconds": self.training_seconds, "recent_returns": list(self.recent_returns)}
-        self.snapshot = copy.deepcopy(state)
+        self.snapshot = state
 
     def _save(self):
         self.writer.flush()

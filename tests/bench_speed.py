@@ -355,9 +355,10 @@ def value_first(args):
     table(speeds, [(f"a {phase} step", name, 0.9) for phase in ("joint", "value", "policy")])
     contenders, rows = {}, []
     for order in ("joint", "value-first"):
-        for flag in ("", "--compile"):
-            flags = f"--order {order} --total-timesteps 100000000 --no-cuda --num-workers {args.num_workers} {flag}"
-            contenders[f"{order}, {flag or 'eager'}"] = partial(run_script, script, flags, 512, args.seconds)
+        for name in ("eager", "--compile", "--num-envs 16 --num-steps 32 --compile"):  # a batch is 512 steps in each
+            flags = f"--order {order} --total-timesteps 100000000 --no-cuda --num-workers {args.num_workers} "
+            flags += name.removeprefix("eager")
+            contenders[f"{order}, {name}"] = partial(run_script, script, flags, 512, args.seconds)
     if args.cleanrl:
         command = [args.cleanrl_python, Path(args.cleanrl).resolve().with_name("ppo.py"), "--no-cuda"]
         command += ["--total-timesteps", 100000000]

@@ -185,10 +185,10 @@ def test_what_a_budget_leaves_out_is_printed(tmp_path, capsys):
 # Environments and the processes that step them
 
 FAULTS = {
-    "RaiseInStep": "environment 1 raised RuntimeError in step: the leg is broken",
+    "RaiseInStep": "environment 3 raised RuntimeError in step: the leg is broken",
     "RaiseInReset": " raised RuntimeError in reset: can't get up",
-    "KilledInStep": "the process of environments 0 to 1 was killed by signal 9",
-    "ExitInStep": "the process of environments 0 to 1 exited with code 3",
+    "KilledInStep": "the process of environments 2 to 3 was killed by signal 9",
+    "ExitInStep": "the process of environments 2 to 3 exited with code 3",
     "ObservationNotFinite": " observation that is not finite",
 }
 
