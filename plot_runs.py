@@ -239,7 +239,8 @@ def keep(runs, destination):
         directory.mkdir(parents=True, exist_ok=True)
         for name in ("args.json", "result.json"):
             saved = json.loads((run.directory / name).read_text())
-            saved.get("args", saved)["run_dir"] = f"runs/{run.directory.name}"  # wherever it was: no machine's paths
+            # Wherever it was, and however often it was resumed: no machine's paths.
+            saved.get("args", saved).update(run_dir=f"runs/{run.directory.name}", resume=None)
             (directory / name).write_text(json.dumps(saved, indent=2) + "\n")
         end = json.loads((run.directory / "result.json").read_text())["global_step"]
         bins = np.minimum(run.points[:, 0] * 200 // end, 199)

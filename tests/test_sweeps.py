@@ -268,12 +268,13 @@ def test_every_point_of_a_long_run_is_read_and_at_most_200_are_kept(tmp_path):
     with SummaryWriter(tmp_path / "run") as writer:
         for step in range(1, 12001):  # more than TensorBoard's own reader keeps
             writer.add_scalar("charts/episodic_return", step % 60, step)
-    (tmp_path / "run" / "args.json").write_text(json.dumps({"env_id": "A-v0", "seed": 1, "run_dir": "/elsewhere"}))
+    places = {"run_dir": "/elsewhere", "resume": "/elsewhere"}
+    (tmp_path / "run" / "args.json").write_text(json.dumps({"env_id": "A-v0", "seed": 1} | places))
     result = {
         "status": "finished",
         "global_step": 12000,
         "mean_return_last_100": 5.0,
-        "args": {"run_dir": "/elsewhere"},
+        "args": places,
     }
     (tmp_path / "run" / "result.json").write_text(json.dumps(result))
     (run,) = plot_runs.find_runs([tmp_path])
