@@ -223,3 +223,17 @@ def test_critic_learning_rate_moves_the_critic_alone(monkeypatch, tmp_path):
     moved = {name: (after[name] - before[name]).abs().max() for name in before}
     assert all(moved[name] < 1e-20 for name in moved if name.startswith(("actor", "log_std")))
     assert all(moved[name] > 1e-3 for name in moved if name.startswith("critic"))
+
+
+def test_discounted_returns_go_on_from_rollout_to_rollout():
+    torch.manual_seed(0)
+    rewards, done = torch.randn(2, 5, 3).double(), (torch.rand(2, 5, 3) < 0.3).float()
+    done[0, -1, 0] = 1  # an episode that ends with the rollout
+    running, expected = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for rollout in range(2):
+        found = ppo.discounted_returns(rewards[rollout], done[rollout], running, 0.9)
+        for t in range(5):
+            expected = 0.9 * expected + rewards[rollout, t]
+            torch.testing.assert_close(found[t], expected, rtol=1e-12, atol=1e-12)
+            expected = expected * (1 - done[rollout, t])
+    torch.testing.assert_close(running, expected, rtol=1e-12, atol=1e-12)
