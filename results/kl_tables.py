@@ -127,7 +127,7 @@ def main():
     args = parser.parse_args()
     preset = {"thresholds": "post", "objectives": "paper"}[args.table]
     runs = [run for run in plot_runs.find_runs(args.paths) if run.args.get("preset") == preset]
-    runs = [run for run in runs if run.status != "unfinished" and len(run.points)]
+    runs = [run for run in runs if run.status != "unfinished" and len(run.points) >= 5]
     if args.table == "thresholds":
         runs = [run for run in runs if list(run.directory.glob(plot_runs.EVENTS))]
     if not runs:
