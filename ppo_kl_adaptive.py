@@ -157,7 +157,7 @@ class Args:
     eta: float = 50.0
     """weight of the squared hinge on KL - 2 kl_targ, where there is a penalty (post)"""
     kl_stop: float | None = 4.0
-    """stop the update after an epoch whose KL exceeds this many kl_targ, whatever the objective (post); None: never"""
+    """end the update at a minibatch whose KL exceeds this many kl_targ, whatever the objective (post); None: never"""
     value_learning_rate: float | None = 1e-2
     """the value function's learning rate; None: the policy's. The post divides both by the square root of the width of
     the network's second layer"""
@@ -396,7 +396,7 @@ def surrogate_loss(args, ratio, advantages, kl, beta):
 
 
 def minibatch_gradient(agent, args, beta, old_log_std, obs, actions, log_probs, old_mean, advantages, returns):
-    """Sets the gradient of one minibatch's loss; returns what is logged: log_ratio [minibatch], losses [3]."""
+    """Sets the gradient of one minibatch's loss; returns its KL, and to be logged log_ratio [minibatch], losses [3]."""
     mean = agent.get_mean(obs)
     log_ratio = agent.log_prob(mean, actions) - log_probs
     kl = gaussian_kl(old_mean, old_log_std, mean, agent.log_std).mean()
@@ -412,7 +412,7 @@ def minibatch_gradient(agent, args, beta, old_log_std, obs, actions, log_probs, 
     loss.backward()
     if args.max_grad_norm:
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    return log_ratio.detach(), torch.stack([policy_loss, value_loss, entropy]).detach()
+    return kl.detach(), log_ratio.detach(), torch.stack([policy_loss, value_loss, entropy]).detach()
 
 
 def approximate_kl(log_ratio):
@@ -434,14 +434,18 @@ def update(agent, optimizer, minibatch_gradient, args, beta, batch):
         for minibatch in zip(*shuffled):
             check_signals()
             optimizer.zero_grad()
-            log_ratio, loss = minibatch_gradient(agent, args, beta, old_log_std, *minibatch)
+            kl, log_ratio, loss = minibatch_gradient(agent, args, beta, old_log_std, *minibatch)
+            # With one minibatch an epoch this is the KL after the epoch before, and no second forward pass is needed.
+            stop = args.kl_stop is not None and kl > args.kl_stop * args.kl_targ
+            if stop:
+                break
             optimizer.step()
             log_ratios.append(log_ratio)
             losses.append(loss)
-        with torch.no_grad():
-            kl = gaussian_kl(old_mean, old_log_std, agent.get_mean(obs), agent.log_std).mean()
-        if args.kl_stop is not None and kl > args.kl_stop * args.kl_targ:
+        if stop:
             break
+    with torch.no_grad():
+        kl = gaussian_kl(old_mean, old_log_std, agent.get_mean(obs), agent.log_std).mean()
     log_ratio = torch.cat(log_ratios)
     clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
     metrics = [*torch.stack(losses).mean(0), -log_ratio.mean(), approximate_kl(log_ratio), clipfrac, kl]
@@ -585,8 +589,9 @@ def train(args: Args) -> dict:
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
-        if device.type == "cpu" and agent.actor[0].out_features < 1000:  # Ant's and Humanoid's have more
-            torch.set_num_threads(1)  # smaller layers are not worth sharing: a second thread slows them down
+        # Whole batches are updated by every core. In the rollout a second thread would spin on a worker's core.
+        update_threads = torch.get_num_threads() if post else 1
+        torch.set_num_threads(1)
         actor_parameters = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
         groups = [{"params": actor_parameters}, {"params": agent.critic.parameters()}]
         value_learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
@@ -626,6 +631,7 @@ def train(args: Args) -> dict:
 
             # Advantages. One pass gives the means, log-probabilities and values of the whole rollout.
             policy_start = time.perf_counter()
+            torch.set_num_threads(update_threads)
             with torch.no_grad():
                 normed_obs = agent.obs_norm(obs)
                 means = agent.get_mean(normed_obs)  # [steps, num_envs, act_dim]
@@ -659,6 +665,7 @@ def train(args: Args) -> dict:
                     running_return.zero_()  # every environment has begun anew
                 discounted = discounted_returns(rewards.double(), done, running_return, args.gamma)
                 return_norm.update(discounted[taken])
+            torch.set_num_threads(1)
             end = time.perf_counter()
 
             # Log and save.

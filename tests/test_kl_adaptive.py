@@ -117,22 +117,35 @@ def test_the_papers_servo_step_by_step():
     assert servo(args, [9.0] * 40)[-1] == (2.0**40, 1.0) and servo(args, [0.0] * 40)[-1] == (2.0**-40, 1.0)
 
 
-@pytest.mark.parametrize("num_minibatches", [1, 4])
-def test_update_stops_after_the_first_epoch_whose_kl_is_too_large(num_minibatches):
-    def run(epochs, **flags):
-        args = ppo.Args(update_epochs=epochs, num_minibatches=num_minibatches, objective="none", **flags)
-        policy = agent()
-        scalars = ppo.update(
-            policy, adam(policy, 1e-3), ppo.minibatch_gradient, args, torch.tensor(1.0), random_batch(policy, 203)
-        )
-        return scalars["losses/epochs"], scalars["losses/kl"]
+def one_update(epochs, num_minibatches=1, **flags):
+    """One update of a new policy that nothing holds: the epochs it took, the KL after it, the KL before each step."""
+    args = ppo.Args(update_epochs=epochs, num_minibatches=num_minibatches, objective="none", **flags)
+    policy, kls = agent(), []
 
-    kls = [run(epochs, kl_stop=None)[1] for epochs in range(1, 7)]
-    assert kls == sorted(kls) and len(set(kls)) == 6  # nothing holds it: the policy moves away
+    def gradient(*inputs):
+        kl, *rest = ppo.minibatch_gradient(*inputs)
+        kls.append(kl.item())
+        return kl, *rest
+
+    scalars = ppo.update(policy, adam(policy, 1e-3), gradient, args, torch.tensor(1.0), random_batch(policy, 203))
+    return scalars["losses/epochs"], scalars["losses/kl"], kls
+
+
+def test_update_stops_after_the_first_epoch_whose_kl_is_too_large():
+    kls = [one_update(epochs, kl_stop=None)[1] for epochs in range(1, 7)]
+    assert kls == sorted(kls) and len(set(kls)) == 6
     limit = (kls[2] + kls[3]) / 2
-    assert run(6, kl_stop=4.0, kl_targ=limit / 4) == (4, kls[3])
-    assert run(6, kl_stop=4.0, kl_targ=kls[5] / 3.9) == (6, kls[5])
-    assert run(6, kl_stop=4.0, kl_targ=kls[0] / 4.1) == (1, kls[0])
+    assert one_update(6, kl_stop=4.0, kl_targ=limit / 4)[:2] == (4, kls[3])
+    assert one_update(6, kl_stop=4.0, kl_targ=kls[5] / 3.9)[:2] == (6, kls[5])
+    assert one_update(6, kl_stop=4.0, kl_targ=kls[0] / 4.1)[:2] == (1, kls[0])
+    assert one_update(6, kl_stop=None)[2] == pytest.approx([0.0] + kls[:5], abs=1e-7)  # one forward pass for both
+
+
+def test_update_in_minibatches_stops_before_the_first_one_whose_kl_is_too_large():
+    kls = one_update(3, 4, kl_stop=None)[2]
+    assert len(kls) == 12 and kls[6] > max(kls[:6])
+    epochs, _, seen = one_update(3, 4, kl_stop=4.0, kl_targ=(kls[6] + max(kls[:6])) / 2 / 4)
+    assert epochs == 6 / 4 and seen == kls[:7]
 
 
 def test_logged_kl_is_the_one_after_the_update():
@@ -300,9 +313,9 @@ def whole_run(tmp_path_factory):
         return real.fit_value(policy, optimizer, gradient, args, carried, obs, returns)
 
     def minibatch_gradient(*inputs):
-        log_ratio, losses = real.minibatch_gradient(*inputs)
+        kl, log_ratio, losses = real.minibatch_gradient(*inputs)
         seen.ratios.append(log_ratio.exp())
-        return log_ratio, losses
+        return kl, log_ratio, losses
 
     with pytest.MonkeyPatch.context() as patch:
         for spy in (collect, update, fit_value, minibatch_gradient):
