@@ -477,8 +477,9 @@ def train(args: Args) -> dict:
         SubprocVecEnv(partial(make_env, args.env_id), num_envs, args.num_workers, run.env_seed) as envs,
     ):
         device = run.device
-        if device.type == "cpu":
-            torch.set_num_threads(1)  # the GRU's steps are small, and a second thread would spin on a worker's core
+        # The update uses every core. In the rollout a second thread would spin on a worker's core.
+        update_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
         return_norm = RunningNorm(()).to(device)
@@ -524,6 +525,7 @@ def train(args: Args) -> dict:
 
             # Advantages.
             update_start = time.perf_counter()
+            torch.set_num_threads(update_threads)
             with torch.no_grad():
                 rewards_t, terminated_t, done_t = (torch.tensor(x, device=device) for x in (rewards, terminated, done))
                 next_values = torch.cat([values[1:], values[-1:]])
@@ -549,6 +551,7 @@ def train(args: Args) -> dict:
                 agent.obs_norm.update(trajectory.states[args.window - 1 :])
             if args.norm_reward:
                 return_norm.update(discounted_returns(rewards_t.double(), done_t, running_return, args.gamma))
+            torch.set_num_threads(1)
             end = time.perf_counter()
 
             # Log and save.
