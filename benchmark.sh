@@ -83,6 +83,7 @@ suite() {
       for order in joint phases value-first; do
         sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1 MountainCar-v0" 10 --order "$order"
       done
+      sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order joint --shared-update # CleanRL's update
       for order in joint phases value-first; do # raw returns of 100 saturate the critic's tanh units
         sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order "$order" --norm-reward
       done

@@ -18,8 +18,8 @@ each update ends with, so that an iteration moves the policy by about kl_targ:
     KL   = mean KL(pi_old(.|s) || pi(.|s))                                        closed form: both are Gaussians
     L    = -mean(ratio * A) + beta * KL + eta * max(0, KL - 2 * kl_targ)^2
     at most 20 steps on the whole batch, none after KL > 4 * kl_targ; then
-    KL > 2 * kl_targ:  beta *= 1.5 (up to 35);      where that is over 30, learning rate /= 1.5 (down to a tenth)
-    KL < kl_targ / 2:  beta /= 1.5 (down to 1/35);  where that is under 1/30, learning rate *= 1.5 (up to tenfold)
+    KL > 2 * kl_targ:  beta *= 1.5 (up to 35);      where that is over 30, learning rate /= 1.5 (while over a tenth)
+    KL < kl_targ / 2:  beta /= 1.5 (down to 1/35);  where that is under 1/30, learning rate *= 1.5 (while below tenfold)
 
 Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code: the post prints the hinge with its sign
 reversed, and its learning rates are lost. --preset post, the default, is that post, which differs from the base in more
@@ -65,7 +65,7 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from contextlib import redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ class Args:
     torch_deterministic: bool = True
     """deterministic cuDNN algorithms"""
     cuda: bool = True
-    """use a GPU where there is one (networks as small as these are faster with --no-cuda)"""
+    """use a GPU where there is one (networks as small as these may be faster with --no-cuda)"""
     track: bool = False
     """send the curves to Weights & Biases too (pip install wandb)"""
     wandb_project_name: str = "ppo"
@@ -116,11 +116,11 @@ class Args:
     total_timesteps: int = 3_000_000
     """environment steps in all, summed over environments"""
     learning_rate: float = 9e-4
-    """Adam's learning rate"""
+    """Adam's learning rate; the post divides it by the square root of the width of the network's second layer"""
     num_envs: int = 20
     """environments stepped side by side"""
     num_steps: int = 0
-    """steps of each environment in an iteration"""
+    """steps of each environment in an iteration; 0: whole episodes instead"""
     anneal_lr: bool = False
     """lower the learning rate linearly to 0"""
     gamma: float = 0.995
@@ -139,10 +139,10 @@ class Args:
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.0  # neither the post nor the paper has a limit
-    """largest norm of the gradient, over all parameters"""
+    max_grad_norm: float = 0.0
+    """largest norm of the gradient, over all parameters; 0: no limit, as in the post and the paper"""
     norm_obs: bool = True
-    """normalise observations by running statistics and clip them at 10"""
+    """normalise observations by running statistics; paper: and clip them at 10"""
     norm_reward: bool = False
     """divide rewards by the running standard deviation of the discounted return and clip them at 10"""
 
@@ -159,8 +159,7 @@ class Args:
     kl_stop: float | None = 4.0
     """end the update at a minibatch whose KL exceeds this many kl_targ, whatever the objective (post); None: never"""
     value_learning_rate: float | None = 1e-2
-    """the value function's learning rate; None: the policy's. The post divides both by the square root of the width of
-    the network's second layer"""
+    """the value function's learning rate, divided in the same way; None: the policy's"""
     episodes_per_batch: int | None = None
     """with --num-steps 0: whole episodes in an iteration. None: 50 for Reacher, 5 for HalfCheetah, Swimmer and
     HumanoidStandup, else 20 (post)"""
@@ -211,7 +210,7 @@ class TimeFeature(gym.ObservationWrapper):
         return np.append(observation, 0.001 * self.steps)
 
 
-def make_env(env_id, time_feature, eval_episodes=0, video_folder=None):
+def make_env(env_id, eval_episodes=0, video_folder=None, time_feature=False):
     """One environment; exits with one line if this script can't drive it."""
     env = gym_make(env_id, eval_episodes, video_folder)
     for name, space in (("observation", env.observation_space), ("action", env.action_space)):
@@ -498,7 +497,7 @@ def value_gradient(agent, args, obs, returns):
 
 
 def fit_value(agent, optimizer, value_gradient, args, carried, obs, returns):
-    """The post's: 10 epochs in minibatches of 256 (or a little more), after the policy's update; returns the mean loss.
+    """The post's: 10 epochs in minibatches of 256 or more, after the policy's update; returns the mean loss.
 
     An epoch takes as many samples as the batch has, at random from this batch and the one before it.
     """
@@ -556,7 +555,7 @@ def evaluate(agent, args, device, video_folder=None):
     if args.eval_episodes == 0:
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, args.eval_episodes)
-    make = partial(make_env, args.env_id, args.preset == "post", args.eval_episodes, video_folder)
+    make = partial(make_env, args.env_id, args.eval_episodes, video_folder, args.preset == "post")
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
         obs = envs.reset()
         playing, started, finished = list(range(num_envs)), num_envs, {}
@@ -578,6 +577,8 @@ def train(args: Args) -> dict:
         if getattr(args, name) not in choices:
             raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be one of {', '.join(choices)}")
     check_args(args, whole_episodes=True)
+    if args.kl_targ <= 0 or (args.kl_stop is not None and args.kl_stop <= 0):
+        raise SystemExit(f"--kl-targ {args.kl_targ}, --kl-stop {args.kl_stop}: must be above 0 (--kl-stop None: never)")
     if args.num_steps == 0:
         num_episodes = args.episodes_per_batch
         if num_episodes is None:
@@ -585,7 +586,8 @@ def train(args: Args) -> dict:
         if num_episodes < 2:
             raise SystemExit(f"--episodes-per-batch {num_episodes}: must be at least 2")
     num_envs = min(args.num_envs, num_episodes) if args.total_timesteps else 1
-    make = partial(make_env, args.env_id, post, 1)  # 1: an episode without a limit has that of evaluations, so it ends
+    # 1: an episode without a time limit gets that of evaluations, so that it ends.
+    make = partial(make_env, args.env_id, 1, time_feature=post)
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
@@ -641,10 +643,10 @@ def train(args: Args) -> dict:
                 scaled_rewards = rewards * (1 - args.gamma) if post and args.gamma < 0.999 else rewards
                 if args.norm_reward:
                     scaled_rewards = (rewards / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10)
-                deltas = scaled_rewards, values, next_values, ends, done, args.gamma
-                advantages = compute_gae(*deltas, args.gae_lambda)
+                gae_inputs = scaled_rewards, values, next_values, ends, done, args.gamma
+                advantages = compute_gae(*gae_inputs, args.gae_lambda)
                 # With lambda 1 an advantage plus its value is the Monte-Carlo return.
-                returns = (compute_gae(*deltas, 1.0) if post else advantages) + values
+                returns = (compute_gae(*gae_inputs, 1.0) if post else advantages) + values
                 explained_variance = 1 - (returns - values)[taken].var() / returns[taken].var()
 
             # Update the policy, then the value function, then let the statistics see the rollout.
@@ -693,6 +695,9 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwar
     For an evaluation of `eval_episodes` an environment without a time limit of its own gets one of 27000 steps; that
     many episodes are recorded in `video_folder`. `preprocess` wraps what is made with `kwargs` before all this.
     """
+    # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     hint = ""
     with redirect_stdout(io.StringIO()):
         if ":" not in env_id and env_id not in gym.registry:
@@ -755,9 +760,6 @@ def _worker(connection, make_env, seeds, first, shared, core):
     threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, [core])
-    # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
-    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     torch.set_num_threads(1)
     view = argparse.Namespace(**_views(shared))
     envs, generators, first_seeds = [], [], {}
@@ -835,8 +837,7 @@ class SubprocVecEnv:
         self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         env.close()
         # forkserver: workers start from a process that has the imports and no threads.
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context = multiprocessing.get_context(method)
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
         space, action_space = self.single_observation_space, self.single_action_space
         obs_dtype = np.float32 if space.dtype == np.float64 else space.dtype
@@ -860,15 +861,14 @@ class SubprocVecEnv:
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
         try:
-            if method == "forkserver":
-                # A Ctrl-C reaches every process, but only the parent decides when a run ends: the fork server starts
-                # with the signals blocked, and so do its children. (Starting the tracker would unblock them here.)
-                multiprocessing.resource_tracker.ensure_running()
-                mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-                try:
-                    multiprocessing.forkserver.ensure_running()
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            # A Ctrl-C reaches every process, but only the parent decides when a run ends: the fork server starts with
+            # the signals blocked, and so do its children. (Starting the tracker would unblock them here.)
+            multiprocessing.resource_tracker.ensure_running()
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            try:
+                multiprocessing.forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             # One worker for each core: each stays on its own, as two that wake up on one would share it for a while.
             for part, core in zip(self.slices, cores):
                 connection, worker_end = context.Pipe()
@@ -951,12 +951,15 @@ def _close(connections, processes):
 
 
 _signal_received = _signal_time = None
+_leave_at_once = False
 
 
 def _on_signal(signum, _):
     global _signal_received, _signal_time
     if _signal_received is None:
         _signal_received, _signal_time = signum, time.monotonic()
+        if _leave_at_once:
+            check_signals()
     elif time.monotonic() - _signal_time > 0.5:  # timeout(1) sends its signal twice, to the process and to its group
         os._exit(128 + signum)  # a second Ctrl-C leaves at once
 
@@ -967,6 +970,17 @@ def check_signals():
         raise SystemExit(128 + _signal_received)
 
 
+@contextmanager
+def _leaving_at_once():
+    """Lets a signal end what is done inside, however long that takes."""
+    global _leave_at_once
+    _leave_at_once = True
+    try:
+        yield
+    finally:
+        _leave_at_once = False
+
+
 def flag(name):
     return "--" + name.replace("_", "-")
 
@@ -975,9 +989,8 @@ def check_args(args, whole_episodes=False):
     """Exits with one line where the sizes make no sense; with `whole_episodes`, --num-steps 0 is a batch of those."""
     least = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
     least |= {"num_steps": 0} if whole_episodes else {}
-    least |= dict.fromkeys(
-        ("num_workers", "checkpoint_interval", "eval_episodes", "eval_interval", "total_timesteps"), 0
-    )
+    counts = "seed num_workers checkpoint_interval eval_episodes eval_interval total_timesteps"
+    least |= dict.fromkeys(counts.split(), 0)
     for name, value in least.items():
         if getattr(args, name) < value:
             raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {value}")
@@ -999,14 +1012,18 @@ def compile_function(function, device):
     if shutil.which(compiler) is None:
         raise SystemExit(f"--compile needs a C++ compiler: {compiler} is not installed (Debian's g++; or set CXX)")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its helper processes would outlive the run
-    if device.type == "cpu":
-        torch._dynamo.config.trace_autograd_ops = True  # loss, backward() and clipping in one graph
-        return torch.compile(function)
-    compiled = torch.compile(function, mode="reduce-overhead")
+    cuda = device.type == "cuda"
+    with _leaving_at_once():  # importing the compiler takes a while
+        if not cuda:
+            torch._dynamo.config.trace_autograd_ops = True  # loss, backward() and clipping in one graph
+        compiled = torch.compile(function, mode="reduce-overhead" if cuda else None)
 
     def call(*inputs):
-        torch.compiler.cudagraph_mark_step_begin()
-        return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
+        with _leaving_at_once():  # the first call compiles, for up to a minute
+            if not cuda:
+                return compiled(*inputs)
+            torch.compiler.cudagraph_mark_step_begin()
+            return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
 
     return call
 
@@ -1088,7 +1105,7 @@ class Run:
                 ":", "-"
             )
             self.directory = Path(args.run_dir or f"runs/{name}")
-            if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt", "result.json")):
+            if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt")):
                 raise SystemExit(
                     f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}, or name another"
                 )
@@ -1097,13 +1114,13 @@ class Run:
             check_video(args.env_id)
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        np.random.seed(args.seed)
+        torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.manual_seed(args.seed)
 
     def __enter__(self):
         global _signal_received
         _signal_received = None
-        self.handlers = {}
+        self.threads, self.handlers = torch.get_num_threads(), {}
         if threading.current_thread() is threading.main_thread():
             self.handlers = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -1162,18 +1179,16 @@ class Run:
             reason = " ".join(str(error).split())[:200]
             raise SystemExit(f"--resume {self.args.resume}: of another version of this script ({reason})") from None
         if "rng" in checkpoint:
-            np.random.set_state(tuple(checkpoint["rng"]["numpy"]))
             torch.set_rng_state(checkpoint["rng"]["torch"])
             if self.device.type == "cuda" and checkpoint["rng"]["cuda"] is not None:
                 torch.cuda.set_rng_state(checkpoint["rng"]["cuda"])
 
     def _take_snapshot(self):
         """Copies the state after a whole iteration: what is saved, even when the next one is cut short."""
-        algorithm, keys, *rest = np.random.get_state()
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         state = {"script": Path(__file__).stem, "args": vars(self.args), "shapes": self.shapes}
         state |= {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
-        state["rng"] = {"numpy": [algorithm, keys.tolist(), *rest], "torch": torch.get_rng_state(), "cuda": cuda}
+        state["rng"] = {"torch": torch.get_rng_state(), "cuda": cuda}
         state |= {"global_step": self.global_step, "iteration": self.iteration}
         state |= {"seconds": self.seconds + time.perf_counter() - self.started}
         state |= {"training_seconds": self.training_seconds, "recent_returns": list(self.recent_returns)}
@@ -1266,6 +1281,7 @@ class Run:
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
         left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}
+        policy = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, policy)  # to load it anywhere
         self._write(policy, self.directory / "policy.pt")
         print(f"finished: {self.directory}")
         return self._write_result("finished", returns)
@@ -1283,6 +1299,7 @@ class Run:
             if self.snapshot["iteration"] > self.saved_iteration:
                 self._save()
             self.writer.close()
+        torch.set_num_threads(self.threads)
         for signum, handler in self.handlers.items():  # only now: a signal must not cut the saving short
             signal.signal(signum, handler)
         where = f"go on with --resume {self.directory}" if self.saved_iteration else "no iteration was finished"

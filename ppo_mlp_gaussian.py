@@ -56,7 +56,7 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from contextlib import redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,7 @@ class Args:
     torch_deterministic: bool = True
     """deterministic cuDNN algorithms"""
     cuda: bool = True
-    """use a GPU where there is one (networks as small as these are faster with --no-cuda)"""
+    """use a GPU where there is one (networks as small as these may be faster with --no-cuda)"""
     track: bool = False
     """send the curves to Weights & Biases too (pip install wandb)"""
     wandb_project_name: str = "ppo"
@@ -218,6 +218,8 @@ class Agent(nn.Module):
         self.actor = mlp(obs_dim, act_dim, 0.01)  # the small last layer starts every state with almost the same action
         self.critic = mlp(obs_dim, 1, 1.0)
         low, high = (torch.as_tensor(bound, dtype=torch.float32) for bound in (action_space.low, action_space.high))
+        if args.fixed_std is not None and args.fixed_std <= 0:
+            raise SystemExit(f"--fixed-std {args.fixed_std}: must be above 0")
         if not torch.isfinite(high - low).all() and (args.scale_actions or args.fixed_std is not None):
             raise SystemExit(f"--scale-actions and --fixed-std need finite action bounds, not {action_space}")
         self.register_buffer("low", low)
@@ -480,6 +482,9 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwar
     For an evaluation of `eval_episodes` an environment without a time limit of its own gets one of 27000 steps; that
     many episodes are recorded in `video_folder`. `preprocess` wraps what is made with `kwargs` before all this.
     """
+    # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     hint = ""
     with redirect_stdout(io.StringIO()):
         if ":" not in env_id and env_id not in gym.registry:
@@ -542,9 +547,6 @@ def _worker(connection, make_env, seeds, first, shared, core):
     threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, [core])
-    # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
-    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     torch.set_num_threads(1)
     view = argparse.Namespace(**_views(shared))
     envs, generators, first_seeds = [], [], {}
@@ -622,8 +624,7 @@ class SubprocVecEnv:
         self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         env.close()
         # forkserver: workers start from a process that has the imports and no threads.
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context = multiprocessing.get_context(method)
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
         space, action_space = self.single_observation_space, self.single_action_space
         obs_dtype = np.float32 if space.dtype == np.float64 else space.dtype
@@ -647,15 +648,14 @@ class SubprocVecEnv:
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
         try:
-            if method == "forkserver":
-                # A Ctrl-C reaches every process, but only the parent decides when a run ends: the fork server starts
-                # with the signals blocked, and so do its children. (Starting the tracker would unblock them here.)
-                multiprocessing.resource_tracker.ensure_running()
-                mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-                try:
-                    multiprocessing.forkserver.ensure_running()
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            # A Ctrl-C reaches every process, but only the parent decides when a run ends: the fork server starts with
+            # the signals blocked, and so do its children. (Starting the tracker would unblock them here.)
+            multiprocessing.resource_tracker.ensure_running()
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            try:
+                multiprocessing.forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             # One worker for each core: each stays on its own, as two that wake up on one would share it for a while.
             for part, core in zip(self.slices, cores):
                 connection, worker_end = context.Pipe()
@@ -738,12 +738,15 @@ def _close(connections, processes):
 
 
 _signal_received = _signal_time = None
+_leave_at_once = False
 
 
 def _on_signal(signum, _):
     global _signal_received, _signal_time
     if _signal_received is None:
         _signal_received, _signal_time = signum, time.monotonic()
+        if _leave_at_once:
+            check_signals()
     elif time.monotonic() - _signal_time > 0.5:  # timeout(1) sends its signal twice, to the process and to its group
         os._exit(128 + signum)  # a second Ctrl-C leaves at once
 
@@ -754,6 +757,17 @@ def check_signals():
         raise SystemExit(128 + _signal_received)
 
 
+@contextmanager
+def _leaving_at_once():
+    """Lets a signal end what is done inside, however long that takes."""
+    global _leave_at_once
+    _leave_at_once = True
+    try:
+        yield
+    finally:
+        _leave_at_once = False
+
+
 def flag(name):
     return "--" + name.replace("_", "-")
 
@@ -762,9 +776,8 @@ def check_args(args, whole_episodes=False):
     """Exits with one line where the sizes make no sense; with `whole_episodes`, --num-steps 0 is a batch of those."""
     least = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
     least |= {"num_steps": 0} if whole_episodes else {}
-    least |= dict.fromkeys(
-        ("num_workers", "checkpoint_interval", "eval_episodes", "eval_interval", "total_timesteps"), 0
-    )
+    counts = "seed num_workers checkpoint_interval eval_episodes eval_interval total_timesteps"
+    least |= dict.fromkeys(counts.split(), 0)
     for name, value in least.items():
         if getattr(args, name) < value:
             raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {value}")
@@ -786,14 +799,18 @@ def compile_function(function, device):
     if shutil.which(compiler) is None:
         raise SystemExit(f"--compile needs a C++ compiler: {compiler} is not installed (Debian's g++; or set CXX)")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its helper processes would outlive the run
-    if device.type == "cpu":
-        torch._dynamo.config.trace_autograd_ops = True  # loss, backward() and clipping in one graph
-        return torch.compile(function)
-    compiled = torch.compile(function, mode="reduce-overhead")
+    cuda = device.type == "cuda"
+    with _leaving_at_once():  # importing the compiler takes a while
+        if not cuda:
+            torch._dynamo.config.trace_autograd_ops = True  # loss, backward() and clipping in one graph
+        compiled = torch.compile(function, mode="reduce-overhead" if cuda else None)
 
     def call(*inputs):
-        torch.compiler.cudagraph_mark_step_begin()
-        return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
+        with _leaving_at_once():  # the first call compiles, for up to a minute
+            if not cuda:
+                return compiled(*inputs)
+            torch.compiler.cudagraph_mark_step_begin()
+            return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
 
     return call
 
@@ -875,7 +892,7 @@ class Run:
                 ":", "-"
             )
             self.directory = Path(args.run_dir or f"runs/{name}")
-            if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt", "result.json")):
+            if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt")):
                 raise SystemExit(
                     f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}, or name another"
                 )
@@ -884,13 +901,13 @@ class Run:
             check_video(args.env_id)
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        np.random.seed(args.seed)
+        torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.manual_seed(args.seed)
 
     def __enter__(self):
         global _signal_received
         _signal_received = None
-        self.handlers = {}
+        self.threads, self.handlers = torch.get_num_threads(), {}
         if threading.current_thread() is threading.main_thread():
             self.handlers = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -949,18 +966,16 @@ class Run:
             reason = " ".join(str(error).split())[:200]
             raise SystemExit(f"--resume {self.args.resume}: of another version of this script ({reason})") from None
         if "rng" in checkpoint:
-            np.random.set_state(tuple(checkpoint["rng"]["numpy"]))
             torch.set_rng_state(checkpoint["rng"]["torch"])
             if self.device.type == "cuda" and checkpoint["rng"]["cuda"] is not None:
                 torch.cuda.set_rng_state(checkpoint["rng"]["cuda"])
 
     def _take_snapshot(self):
         """Copies the state after a whole iteration: what is saved, even when the next one is cut short."""
-        algorithm, keys, *rest = np.random.get_state()
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         state = {"script": Path(__file__).stem, "args": vars(self.args), "shapes": self.shapes}
         state |= {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
-        state["rng"] = {"numpy": [algorithm, keys.tolist(), *rest], "torch": torch.get_rng_state(), "cuda": cuda}
+        state["rng"] = {"torch": torch.get_rng_state(), "cuda": cuda}
         state |= {"global_step": self.global_step, "iteration": self.iteration}
         state |= {"seconds": self.seconds + time.perf_counter() - self.started}
         state |= {"training_seconds": self.training_seconds, "recent_returns": list(self.recent_returns)}
@@ -1053,6 +1068,7 @@ class Run:
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
         left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}
+        policy = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, policy)  # to load it anywhere
         self._write(policy, self.directory / "policy.pt")
         print(f"finished: {self.directory}")
         return self._write_result("finished", returns)
@@ -1070,6 +1086,7 @@ class Run:
             if self.snapshot["iteration"] > self.saved_iteration:
                 self._save()
             self.writer.close()
+        torch.set_num_threads(self.threads)
         for signum, handler in self.handlers.items():  # only now: a signal must not cut the saving short
             signal.signal(signum, handler)
         where = f"go on with --resume {self.directory}" if self.saved_iteration else "no iteration was finished"

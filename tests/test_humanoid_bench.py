@@ -1,5 +1,6 @@
 """The flagship on the real HumanoidBench; skipped where that is not installed."""
 
+import resource
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,17 @@ def test_a_worker_can_hold_more_environments_than_files_may_usually_be_open():
     make = partial(ppo.make_env, "h1hand-walk-v0")  # each keeps 72 mesh files open; the usual limit is 1024
     with ppo.SubprocVecEnv(make, 16, 1, 1) as envs:
         assert np.isfinite(envs.reset()).all()
+
+
+def test_training_processes_can_make_many_environments_one_after_another():
+    """One for each evaluation, and a closed one keeps its files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        for _ in range(5):
+            ppo.make_env("h1hand-walk-v0").close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_same_seed_places_the_same_objects():

@@ -266,7 +266,7 @@ def test_first_minibatch_has_ratio_one_in_training(rnn, env_id, record_ratios, m
     num_steps = 64 if env_id == "CartPole-v1" else 16
     args = ppo.Args(
         env_id=env_id, total_timesteps=8 * num_steps, num_envs=4, num_steps=num_steps, num_minibatches=2, rnn=rnn,
-        update_epochs=2, num_workers=1, eval_episodes=0, learning_rate=1e-3, run_dir=str(tmp_path / "run"),
+        update_epochs=2, num_workers=1, eval_episodes=0, cuda=False, learning_rate=1e-3, run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     ppo.train(args)
     assert len(ratios) == 8 and len(ratios[0]) == 2 * num_steps
@@ -323,7 +323,8 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
     monkeypatch.setattr(ppo, "compute_gae", spy_gae)
     args = ppo.Args(
         env_id="misbehaving:DiscreteAction-v0", total_timesteps=2 * 4 * 48, num_envs=4, num_steps=48, update_epochs=1,
-        num_minibatches=1, num_workers=1, eval_episodes=0, rnn=rnn, learning_rate=1e-2, run_dir=str(tmp_path / "run"),
+        num_minibatches=1, num_workers=1, eval_episodes=0, cuda=False, rnn=rnn, learning_rate=1e-2,
+        run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     ppo.train(args)
     assert len(checked) == 96 and sum(checked) >= 4
@@ -358,7 +359,7 @@ def test_compiled_gradients_equal_the_eager_ones():
 CARTPOLE = {
     "env_id": "CartPole-v1", "mask_velocity": True, "total_timesteps": 150_000, "num_envs": 16, "num_steps": 64,
     "update_epochs": 10, "learning_rate": 1e-3, "clip_coef": 0.2, "clip_vloss": False, "ent_coef": 0.0,
-    "norm_reward": True, "eval_episodes": 0,
+    "norm_reward": True, "eval_episodes": 0, "cuda": False,
 }  # fmt: skip
 
 
@@ -531,14 +532,15 @@ class Scripted:
         pass
 
     def reset(self):
-        return np.zeros((2, 3), np.float32)
+        return np.ones((2, 3), np.float32)
 
     def step(self, actions):
         terminated, games = self.steps[self.t]
         self.t += 1
         self.episode_lengths = np.array([env in games for env in range(2)]) * 7
         self.episodes = [(games[env], 7) for env in sorted(games)]
-        return np.zeros((2, 3), np.float32), np.zeros(2), np.array(terminated), np.zeros(2, bool)
+        truncated = np.array([self.t == 3, False])
+        return np.ones((2, 3), np.float32), np.zeros(2), np.array(terminated), truncated
 
 
 def test_evaluation_takes_the_first_games_started(monkeypatch):
@@ -547,6 +549,27 @@ def test_evaluation_takes_the_first_games_started(monkeypatch):
     # Started: 0 and 1; 2 in environment 1 after 10; 3 in environment 0 after 20; 4 after 30, 5 after 40.
     returns, lengths = ppo.evaluate(agent(), args, torch.device("cpu"))
     assert returns == [20.0, 10.0, 40.0, 30.0, 50.0] and lengths == [7] * 5
+
+
+@cells
+def test_evaluation_carries_the_state_to_the_end_of_each_episode(rnn, monkeypatch):
+    monkeypatch.setattr(ppo, "SubprocVecEnv", Scripted)
+    policy, calls = agent(rnn=rnn), []
+    act = policy.act
+
+    def spy(obs, first, state, generator):
+        actions, next_state = act(obs, first, state, generator)
+        calls.append((first.tolist(), state, next_state))
+        return actions, next_state
+
+    monkeypatch.setattr(policy, "act", spy)
+    ppo.evaluate(policy, ppo.Args(num_envs=2, eval_episodes=5), torch.device("cpu"))
+    # A life lost or a time limit is the end of an episode, reported or not.
+    ends = [[True, False], [True, True], [True, True], [True, True]]
+    assert [first for first, _, _ in calls] == [[True, True], *ends]
+    assert not calls[0][1].any()
+    for (_, _, after), (_, before, _) in zip(calls, calls[1:]):
+        assert torch.equal(before, after) and after.abs().max() > 0
 
 
 # What can go wrong

@@ -327,6 +327,19 @@ def test_signal_while_environments_are_made_ends_the_run(start):
     run.assert_ends(130, "no iteration was finished", since=sent, limit=SIGNAL_LIMIT)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ppo_mlp_gaussian", "ppo_interleaved_gru_beta"])
+@pytest.mark.parametrize("seconds", [2, 4, 6])
+def test_signal_while_the_update_is_compiled_ends_the_run(start, tmp_path, script, seconds):
+    run = start("--compile", script=script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    run.wait_until(lambda: len(run.events("made")) == 5)
+    time.sleep(seconds)
+    assert run.steps() == []
+    sent = time.time()
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.assert_ends(130, "stopped by SIGINT", "no iteration was finished", since=sent, limit=SIGNAL_LIMIT)
+
+
 # Checkpoints
 
 KILLER = """
@@ -487,6 +500,8 @@ def test_divergence_in_the_first_iteration_names_no_checkpoint(start):
     run.assert_ends(1, "diverged at step 64", "--learning-rate")
     assert json.loads((run.directory / "result.json").read_text())["status"] == "diverged"
     assert not (run.directory / "checkpoint.pt").exists() and "checkpoint.pt" not in run.stderr.read_text()
+    args = small_args(base, run.directory, learning_rate=1e-4)  # it may be tried again in the same directory
+    assert base.train(args)["status"] == "finished"
 
 
 def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
@@ -559,6 +574,8 @@ def test_missing_humanoid_bench_is_one_line(start, tmp_path):
         (base, {"num_workers": -1}, ["--num-workers -1"]),
         (base, {"checkpoint_interval": -1}, ["--checkpoint-interval -1"]),
         (base, {"eval_episodes": -1}, ["--eval-episodes -1"]),
+        (base, {"seed": -1}, ["--seed -1"]),
+        (base, {"fixed_std": 0.0}, ["--fixed-std 0.0"]),
         (base, {"num_minibatches": 3}, ["--num-minibatches 3", "64", "equal parts"]),
         (base, {"num_minibatches": 64}, ["--num-minibatches 64", "2 or more"]),
         (base, {"num_minibatches": 128}, ["--num-minibatches 128"]),
@@ -611,6 +628,13 @@ def test_video_without_rendering_is_one_line(start):
     # Gymnasium's viewer, half made, complains as it is thrown away.
     run.assert_ends(1, "--capture-video", "MUJOCO_GL=egl", "libosmesa6", traceback=None)
     assert not run.directory.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*render_mode")
+@pytest.mark.parametrize("module", [base, flagship, value_first, adaptive, recurrent, comb])
+def test_video_of_an_environment_that_draws_nothing_is_one_line(module):
+    message = one_line(module.check_video, f"misbehaving:{healthy(module.__name__)}-v0")
+    assert message.startswith("--capture-video: ")
 
 
 def test_compiling_without_a_compiler_is_one_line(tmp_path, monkeypatch):

@@ -190,12 +190,34 @@ def test_greedy_actions_are_the_mean_of_the_remembered_window():
             seen[env].append((obs[env], x))
 
 
+def test_evaluation_says_where_episodes_begin(monkeypatch):
+    calls, ends, act, step = [], [], ppo.Agent.act, ppo.SubprocVecEnv.step
+
+    def spy_act(policy, obs, first, memory):
+        calls.append((first.tolist(), memory))
+        return act(policy, obs, first, memory)
+
+    def spy_step(envs, actions):
+        outcome = step(envs, actions)
+        ends.append((outcome[2] | outcome[3]).tolist())
+        return outcome
+
+    monkeypatch.setattr(ppo.Agent, "act", spy_act)
+    monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
+    args = ppo.Args(env_id="misbehaving:Healthy-v0", num_envs=2, num_workers=1, eval_episodes=5, hidden_size=16)
+    env = ppo.make_env(args.env_id)
+    policy = ppo.Agent(env.observation_space, env.action_space, args)
+    returns, _ = ppo.evaluate(policy, args, torch.device("cpu"))
+    assert len(returns) == 5 and [first for first, _ in calls] == [[True, True], *ends[:-1]]
+    assert sum(map(sum, ends[:-1])) >= 3 and len({id(memory) for _, memory in calls}) == 1
+
+
 @pytest.mark.parametrize("flags", [{}, {"interleave": False}, {"window": 1}])
 def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
     ratios = record_ratios(ppo)
     args = ppo.Args(
         env_id="Hopper-v5", total_timesteps=512, num_envs=4, num_steps=64, num_minibatches=4, update_epochs=2,
-        num_workers=1, eval_episodes=0, hidden_size=16, run_dir=str(tmp_path / "run"), **flags,
+        num_workers=1, eval_episodes=0, cuda=False, hidden_size=16, run_dir=str(tmp_path / "run"), **flags,
     )  # fmt: skip
     ppo.train(args)
     for first in (ratios[0], ratios[8]):  # the second iteration's windows reach back into the first's rollout
