@@ -97,7 +97,7 @@ suite() {
         sweep "${here}ppo_value_first.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3 --order "$order" "${mujoco[@]}"
       done
       ;;
-    kl-post) # "AI Gym Workout": budgets that hold as many episodes as the post's
+    kl-post) # "AI Gym Workout": budgets for about as many episodes as the post's, as far as two cores carry
       local kl=${here}ppo_kl_adaptive.py
       sweep "$kl" "HalfCheetah-v5 Swimmer-v5 Reacher-v5" 3 --total-timesteps 3000000
       sweep "$kl" HalfCheetah-v5 3 --total-timesteps 3000000 --bootstrap-time-limit
