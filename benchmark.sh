@@ -18,9 +18,8 @@
 # every run after saving it. The exit code is 0 when every run has ended, 1 when one failed. PYTHON names the Python.
 set -euo pipefail
 
-here=$(dirname "$0")
-here=${here#.}
-here=${here:+$here/}
+here=$(dirname "$0")/
+if [[ $here == ./ ]]; then here=""; fi
 python=${PYTHON:-python}
 if [[ -z ${PYTHON:-} && -x ${here}.venv/bin/python ]]; then python=${here}.venv/bin/python; fi
 
@@ -48,7 +47,7 @@ sweep() {
 }
 
 # The suites: one for each table of results/README.md.
-suites="base base-report humanoid comb value-first kl-post kl-objectives recurrent"
+suites="base base-report humanoid comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent"
 suite() {
   case $1 in
     base)
@@ -78,23 +77,29 @@ suite() {
       sweep "${here}ppo_mlp_gaussian.py" "$walkers" 3
       ;;
     value-first)
-      local order support mujoco=(--total-timesteps 1000000 --num-envs 8 --num-steps 256 --num-minibatches 32
+      local order mujoco=(--total-timesteps 1000000 --num-envs 8 --num-steps 256 --num-minibatches 32
         --update-epochs 10 --learning-rate 3e-4 --ent-coef 0 --norm-obs --norm-reward --compile)
       for order in joint phases value-first; do
         sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1 MountainCar-v0" 10 --order "$order"
+        sweep "${here}ppo_value_first.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3 --order "$order" "${mujoco[@]}"
       done
-      sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order joint --shared-update # CleanRL's update
-      for order in joint phases value-first; do # raw returns of 100 saturate the critic's tanh units
-        sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order "$order" --norm-reward
+      ;;
+    value-first-norm | value-first-shared) # rewards divided by the returns' standard deviation; CleanRL's update
+      local env_id order flag=--norm-reward
+      if [[ $1 == value-first-shared ]]; then flag=--shared-update; fi
+      for env_id in CartPole-v1 Acrobot-v1; do
+        for order in joint phases value-first; do
+          sweep "${here}ppo_value_first.py" "$env_id" 10 --order "$order" "$flag"
+        done
       done
+      ;;
+    value-first-support)
+      local order support
       for order in joint value-first; do
         for support in "" "--support-min -50 --support-max 50 --support-atoms 101"; do
           # shellcheck disable=SC2086  # the support is several words, or none
           sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 5 --order "$order" --critic support $support
         done
-      done
-      for order in joint phases value-first; do
-        sweep "${here}ppo_value_first.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3 --order "$order" "${mujoco[@]}"
       done
       ;;
     kl-post) # "AI Gym Workout": budgets for about as many episodes as the post's, as far as two cores carry
@@ -217,6 +222,7 @@ stop() {
 run_here() {
   local cores i slot mine k
   mapfile -t cores < <("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
+  ((${#cores[@]})) || die "$python can't be run; PYTHON names the Python"
   workers=${workers:-${#cores[@]}}
   stopped=0
   trap 'stop 130' INT
@@ -247,23 +253,24 @@ run_here() {
   if ((${#failed[@]})); then exit 1; fi
 }
 
-# One job array for every run that has not ended. Slurm sends the batch script a TERM two minutes before the time is up
-# or when the job is preempted.
+# One job array for every run that has not ended. Slurm sends the batch script a USR1 two minutes before the time is up or
+# when the job is preempted, and a TERM when it is cancelled.
 run_on_slurm() {
   if ! command -v sbatch >/dev/null; then die "--launcher slurm: there is no sbatch here"; fi
   if ((!${#todo[@]})); then echo "every run has ended" && return; fi
   local array
   array=$(IFS=, && echo "${todo[*]}")
-  sbatch --requeue --open-mode=append --signal=B:TERM@120 --job-name="$what" --array="$array${workers:+%$workers}" \
-    --output="$runs/slurm-%A_%a.log" "${slurm[@]}" --wrap "exec $(printf '%q ' "$0" "$what" --task "${arguments[@]}")"
+  sbatch --requeue --open-mode=append --signal=B:USR1@120 --job-name="$what" --array="$array${workers:+%$workers}" \
+    --output="$runs/slurm-%A_%a.log" "${slurm[@]}" --wrap "exec $(printf '%q ' "${here:-./}${0##*/}" "$what" --task "${arguments[@]}")"
 }
 
-# One task of that array: the run, until it ends or Slurm wants the machine back; then it is queued again and resumes.
+# One task of that array: the run, until it ends, or Slurm wants the machine back: then it is queued again and resumes.
 run_task() {
   local i=$SLURM_ARRAY_TASK_ID pid code=0
   case $(state "$(directory "$i")") in finished | diverged) return ;; esac
   stopped=0
-  trap 'stopped=1; kill -TERM "$pid"' TERM
+  trap 'stopped=1; kill -TERM "$pid"' USR1
+  trap 'kill -TERM "$pid"' TERM
   become "$i" &
   pid=$!
   wait "$pid" || code=$?
@@ -271,7 +278,7 @@ run_task() {
   case $(state "$(directory "$i")") in finished | diverged) return ;; esac
   if ((stopped)); then
     echo "stopped by Slurm: queued again"
-    trap '' TERM # which comes with the requeue
+    trap '' TERM USR1 # a TERM comes with the requeue
     scontrol requeue "${SLURM_ARRAY_JOB_ID}_$i"
   fi
   tail -n 5 "$(directory "$i").log"

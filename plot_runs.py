@@ -5,9 +5,10 @@
     python plot_runs.py runs/Hopper-v5__* --keep results/runs/hopper     small copies, fit to be committed
 
 One colour is one variant: the runs of one script whose flags agree but for the seed. It is named by its --exp-name and,
-where that is not enough, by the flags that tell it apart. From 5 seeds on a curve is the mean with the 95% bootstrap
-interval; with fewer, every seed is drawn. Published results from results/references.json are dashed lines. The table on
-standard output has, over the seeds, each run's mean return of its last 100 training episodes, and of its evaluation.
+where that is not enough, by the flags that tell it apart. From 5 seeds on a curve is the interquartile mean (IQM) with
+its 95% bootstrap interval; with fewer, every seed is drawn. Published results from results/references.json are dashed
+lines. The table on standard output has, over the seeds, each run's mean return of its last 100 training episodes, and
+that of its evaluation.
 """
 
 import argparse
@@ -100,18 +101,23 @@ def read_run(directory):
 
 
 def find_runs(paths):
-    """Every run at or below the paths, in the order of their names."""
+    """Every run at or below the paths, in their order; of two with one name, which a suite may share, the first."""
     for path in map(Path, paths):
         if not path.is_dir():
             raise SystemExit(f"{path}: no such directory")
     marks = [mark for path in map(Path, paths) for name in (EVENTS, "curve.csv") for mark in path.rglob(name)]
-    runs = [read_run(directory) for directory in sorted({mark.parent for mark in marks})]
+    directories = {}
+    for directory in sorted({mark.parent for mark in marks}):
+        if directories.setdefault(directory.name, directory) != directory:
+            print(f"left out, as {directories[directory.name]} has its name: {directory}", file=sys.stderr)
+    runs = map(read_run, directories.values())
     return [run for run in runs if run is not None]
 
 
 def name_variants(runs):
     """Sets each run's `variant`: its --exp-name, and the flags that tell it from others of that name and environment.
 
+    Sorts the runs by environment and variant.
     Flags that only some of the runs know are left out: a script that gained a flag is still the same variant.
     """
     for env_id in {run.env_id for run in runs}:
@@ -121,6 +127,7 @@ def name_variants(runs):
             telling = [flag for flag in group[0].args if flag in common and len({str(r.args[flag]) for r in group}) > 1]
             for run in group:
                 run.variant = " ".join([exp_name, *(f"{flag}={run.args[flag]}" for flag in telling)])
+    runs.sort(key=lambda run: (run.env_id, run.variant, run.seed))
 
 
 def binned(points, edges, column):
@@ -130,10 +137,14 @@ def binned(points, edges, column):
     return np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
 
 
+def iqm(values, axis=0):
+    """Interquartile mean, as rliable has it: of what is left without the lowest and the highest quarter."""
+    return stats.trim_mean(values, 0.25, axis)
+
+
 def interval(values):
-    """95% percentile bootstrap interval of the mean, of [seeds] or [seeds, bins]."""
-    with np.errstate(invalid="ignore"):
-        result = stats.bootstrap((values,), np.mean, axis=0, n_resamples=2000, method="percentile", rng=0)
+    """95% percentile bootstrap interval of the interquartile mean, of [seeds] or [seeds, bins]."""
+    result = stats.bootstrap((values,), iqm, axis=0, n_resamples=2000, method="percentile", rng=0)
     return result.confidence_interval
 
 
@@ -151,7 +162,7 @@ def table(runs):
     def number(value):
         return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
 
-    yield "| environment | variant | seeds | mean | IQM | 95% interval, or each seed | evaluation | steps/s |"
+    yield "| environment | variant | seeds | mean | IQM | its 95% interval, or each seed | evaluation | steps/s |"
     yield "|-|-|-|-|-|-|-|-|"
     for (env_id, variant), group in groups([run for run in runs if math.isfinite(run.training)]).items():
         values = np.array([run.training for run in sorted(group, key=lambda run: run.seed)])
@@ -168,7 +179,7 @@ def table(runs):
                     variant,
                     str(len(values)),
                     number(values.mean()),
-                    number(stats.trim_mean(values, 0.25)) if len(values) >= MANY_SEEDS else "-",
+                    number(iqm(values)) if len(values) >= MANY_SEEDS else "-",
                     spread,
                     f"{number(evaluations.mean())} ± {number(evaluations.std(ddof=1))}"
                     if len(group) > 1
@@ -193,7 +204,8 @@ def draw(runs, references, axis, out):
     column, columns = ("steps", "minutes").index(axis), min(3, len(environments))
     rows = math.ceil(len(environments) / columns)
     figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.3 * rows + 0.4), squeeze=False)
-    colours = {variant: plt.get_cmap("tab10")(i % 10) for i, variant in enumerate(variants)}
+    palette = plt.get_cmap("tab10" if len(variants) <= 10 else "tab20")
+    colours = {variant: palette(i % palette.N) for i, variant in enumerate(variants)}
     lines = {}
     for env_id, panel in zip(environments, panels.flat):
         longest = max(run.points[-1, column] for run in runs if run.env_id == env_id)
@@ -211,7 +223,7 @@ def draw(runs, references, axis, out):
                     (lines[variant],) = panel.plot(centres, curve, color=colour, linewidth=1, alpha=0.8)
             else:
                 whole = np.isfinite(curves).all(0)
-                (lines[variant],) = panel.plot(centres[whole], curves[:, whole].mean(0), color=colour, linewidth=1.5)
+                (lines[variant],) = panel.plot(centres[whole], iqm(curves[:, whole]), color=colour, linewidth=1.5)
                 low, high = interval(curves[:, whole])
                 panel.fill_between(centres[whole], low, high, color=colour, alpha=0.2, linewidth=0)
         for reference, style in zip(references.get(env_id, []), [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2))] * 3):

@@ -21,19 +21,20 @@ PPO's advantages come from a value function that was fitted to the batches of ea
     policy phase    update_epochs passes over the batch on   L_policy - ent_coef * entropy, clipped as in the base
 
 --order phases keeps the advantages A(V_old) in the policy phase; --order joint is plain PPO, both losses in one step.
-Each network takes the same number of gradient steps in all three orders.
+Each network takes the same number of gradient steps in all three orders (without --target-kl).
 
 --critic support makes V the mean of a categorical distribution over evenly spaced values z_1 ... z_n:
 
     V(s) = sum_k p_k(s) z_k,   p = softmax(critic(s)),   L_value = -mean( sum_k two_hot(R)_k log p_k(s) )
 
-Source: George Ogden, "Advancements in PPO", whose text describes value-first and whose code is what phases does.
+Source: George Ogden, "Advancements in PPO", whose text describes value-first and whose code is --order phases
+--shared-update: it never uses the advantages that it computes anew.
 Beyond the idea it differs from the base in CleanRL's settings for classic control (ppo.py: no normalisation), Discrete
 actions, and, to compare the orders alike, a gradient norm for each network and values that move unclipped
 (--shared-update: as in the base).
 
 Result:  CartPole-v1, 500 k steps, 10 seeds: mean return of the last 100 episodes 350 (144 to 490); with --norm-reward
-         500 in every seed, as with the other orders. The critic's units saturate where values reach 100.
+         500 in every seed, as with the other orders.
 
 Run:     python ppo_value_first.py --env-id CartPole-v1
 Resume:  python ppo_value_first.py --resume runs/CartPole-v1__ppo_value_first__1__1700000000
@@ -134,13 +135,13 @@ class Args:
     clip_coef: float = 0.2
     """epsilon of the clipped surrogate objective"""
     clip_vloss: bool = True
-    """clip the value's change too, by the same epsilon (37 details, 9)"""
+    """with --shared-update and a scalar critic: clip the value's change too, by the same epsilon (37 details, 9)"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
-    """largest norm of the gradient, over all parameters"""
+    """largest norm of the gradient, of each network; with --shared-update over all parameters"""
     target_kl: float | None = None
     """stop the update after an epoch whose mean KL exceeds this"""
     norm_obs: bool = False
@@ -526,7 +527,7 @@ def train(args: Args) -> dict:
                 scalars["losses/clamped_targets"] = clamped
                 if clamped:
                     support = f"--support-min {args.support_min} and --support-max {args.support_max}"
-                    warning = f"value targets outside of {support} are clamped (losses/clamped_targets): widen it"
+                    warning = f"value targets outside of {support} are clamped (losses/clamped_targets says how many)"
                     warnings.warn(warning, stacklevel=2)  # printed once
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)

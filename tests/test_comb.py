@@ -271,7 +271,7 @@ def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_pat
     ratios = record_ratios(ppo)
     args = ppo.Args(
         env_id="Hopper-v5", total_timesteps=512, num_envs=2, num_steps=128, num_minibatches=4, update_epochs=2,
-        num_workers=1, eval_episodes=0, learning_rate=1e-3, run_dir=str(tmp_path / "run"), **flags,
+        num_workers=1, eval_episodes=0, cuda=False, learning_rate=1e-3, run_dir=str(tmp_path / "run"), **flags,
     )  # fmt: skip
     ppo.train(args)
     assert len(ratios) == 16

@@ -16,6 +16,7 @@ DIFFERENT = {
     ("ppo_interleaved_gru_beta.py", "mlp"): "encoders and decoder have other depths than the base's networks",
 }
 OTHER_DOCSTRINGS = {
+    "ppo_value_first.py": {"cuda", "clip_vloss", "max_grad_norm"},  # they have effect, or another one, with a flag
     # --preset post has its own scaler and learning rates, and 0 stands for what the base can't do.
     "ppo_kl_adaptive.py": {"cuda", "learning_rate", "max_grad_norm", "norm_obs", "num_steps"},
 }

@@ -171,21 +171,52 @@ def test_slurm_gets_one_array_and_a_task_saves_and_queues_itself_again(tmp_path)
     code, _ = finish(sweep(runs, "Healthy", 3, *flags, options=slurm, PATH=path))
     called = (tmp_path / "sbatch").read_text().splitlines()
     assert code == 0
-    expected = {"--requeue", "--open-mode=append", "--signal=B:TERM@120", "--array=0,1,2%2", "--time=60"}
+    expected = {"--requeue", "--open-mode=append", "--signal=B:USR1@120", "--array=0,1,2%2", "--time=60"}
     assert expected | {"--partition=low", "--gpus=1"} <= set(called)
     task = ["sh", "-c", called[called.index("--wrap") + 1]]  # as sbatch does
 
-    process = subprocess.Popen(
-        task, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        env=environment(PATH=path, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="1"),
-    )  # fmt: skip
-    wait_until(lambda: list(runs.glob("*__2/checkpoint.pt")))
-    os.kill(process.pid, signal.SIGTERM)  # to the batch script alone, as --signal=B:TERM does
+    def log():
+        return "".join(file.read_text() for file in runs.glob("*__2.log"))
+
+    def begin():
+        process = subprocess.Popen(
+            task, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            env=environment(PATH=path, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="1"),
+        )  # fmt: skip
+        begun = log().count("steps/s")
+        wait_until(lambda: log().count("steps/s") > begun)
+        return process
+
+    process = begin()
+    process.send_signal(signal.SIGTERM)  # scancel: saved, and not queued again
+    code, output = finish(process)
+    assert code == 143 and "queued again" not in output and not (tmp_path / "scontrol").exists()
+    assert "stopped by SIGTERM" in log()
+
+    process = begin()
+    process.send_signal(signal.SIGUSR1)  # to the batch script alone, as --signal=B:USR1 does
     code, output = finish(process)
     assert code == 143 and "queued again" in output
     assert (tmp_path / "scontrol").read_text().split() == ["requeue", "77_1"]
-    assert "stopped by SIGTERM" in next(runs.glob("*__2.log")).read_text()
+    assert log().count("stopped by SIGTERM") == 2
     assert not list(runs.glob("*__1")) and not list(runs.glob("*__3"))
+
+
+@pytest.mark.parametrize(
+    "folder, name", [(".", "benchmark.sh"), ("..", "./here/benchmark.sh"), ("b", "../benchmark.sh")]
+)
+def test_scripts_are_found_from_wherever_it_is_started(folder, name, tmp_path):
+    (tmp_path / "here" / "b").mkdir(parents=True)
+    shutil.copy(ROOT / "benchmark.sh", tmp_path / "here")
+    at = tmp_path / "here" / folder
+    output = subprocess.check_output(["bash", name, "base", "--dry-run"], cwd=at, env=environment(), text=True)
+    scripts = {(at / line.split()[1]).resolve() for line in output.splitlines()}
+    assert scripts == {(tmp_path / "here" / "ppo_mlp_gaussian.py").resolve()}
+
+
+def test_a_python_that_is_not_there_ends_in_one_line(tmp_path):
+    code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON="/nonexistent/python"))
+    assert code == 2 and "/nonexistent/python can't be run" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -236,13 +267,21 @@ def test_table_has_the_numbers_of_a_hand_computed_one(tmp_path):
     many, few, other = rows(runs)
     # 5 seeds: mean 22, interquartile mean (2 + 3 + 4) / 3, evaluation 22 + 1 with the seeds' own deviation.
     assert many[:5] == ["A-v0", "ppo_x", "5", "22.0", "3.00"] and many[6:] == ["23.0 ± 43.6", "300"]
-    resampled = np.random.default_rng(1).choice([1, 2, 3, 4, 100], (20000, 5)).mean(1)
+    resampled = np.sort(np.random.default_rng(1).choice([1, 2, 3, 4, 100], (20000, 5)))[:, 1:4].mean(1)
     low, high = map(float, many[5].split(" to "))
     assert low == pytest.approx(np.percentile(resampled, 2.5), abs=0.5)
     assert high == pytest.approx(np.percentile(resampled, 97.5), abs=5)
     # Fewer: every seed, and no interquartile mean.
     assert few == ["B-v0", "ppo_x gamma=0.9", "2", "30.0", "-", "20.0, 40.0", "31.0 ± 14.1", "150"]
     assert other == ["B-v0", "ppo_x gamma=0.5", "1", "7.00", "-", "7.00", "8.00", "100"]
+
+
+def test_a_run_that_two_suites_keep_counts_once(tmp_path, capsys):
+    for suite in ("first", "second"):
+        kept_run(tmp_path / suite / "A__1", "A-v0", 1, 5.0)
+    kept_run(tmp_path / "second" / "A__2", "A-v0", 2, 6.0)
+    assert [run.seed for run in plot_runs.find_runs([tmp_path])] == [1, 2]
+    assert str(tmp_path / "second" / "A__1") in capsys.readouterr().err
 
 
 def test_a_resumed_runs_event_files_are_merged(tmp_path):

@@ -1,7 +1,9 @@
 """Value first: the two-hot encoding, what each order trains on what, and when it is the base's update."""
 
 import copy
+import json
 import shutil
+import sys
 import warnings
 from functools import partial
 from importlib import import_module
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from test_math import slow_gae
+from torch.utils.tensorboard import SummaryWriter
 
 import ppo_mlp_gaussian as base
 import ppo_value_first as ppo
@@ -368,11 +371,17 @@ def test_clamped_targets_are_counted_and_warned_of_once(recorded_training):
     assert len(messages) == 1 and "--support-min -3.0" in messages[0] and "--support-max 3.0" in messages[0]
 
 
-def test_the_default_support_holds_the_targets(recorded_training):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, _, scalars = recorded_training(env_id="CartPole-v1", critic="support")
-    assert [found["losses/clamped_targets"] for found in scalars] == [0, 0, 0]
+@pytest.mark.parametrize("reward", [1, -1])
+def test_the_default_support_holds_returns_of_a_reward_of_one_a_step_and_the_posts_does_not(reward):
+    """500 steps and, where a time limit cuts the episode, what would follow: returns of 99.3 and 100."""
+    args = ppo.Args()
+    returns = reward * torch.tensor([(1 - 0.99**500) / 0.01, 100.0])
+    means = {}
+    for low, high, atoms in ((args.support_min, args.support_max, args.support_atoms), (-50.0, 50.0, 101)):
+        support = torch.linspace(low, high, atoms)
+        means[high] = ppo.two_hot(returns, support) @ support
+    torch.testing.assert_close(means[110.0], returns, atol=1e-4, rtol=0)
+    assert means[50.0].tolist() == [reward * 50.0] * 2
 
 
 def test_discrete_run_resumes_and_evaluates(tmp_path):
@@ -410,3 +419,24 @@ def test_saturation_counts_stuck_units(monkeypatch, tmp_path, scale, share):
         policy.critic[2].weight *= scale
     torch.save({"args": vars(args), "model": policy.state_dict()}, tmp_path / "policy.pt")
     assert critic_saturation.saturation(tmp_path / "policy.pt") == pytest.approx(share, abs=0.01)
+
+
+# results/value_first_bias.py
+
+
+def test_bias_table_has_means_of_medians(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(ppo.__file__).parent / "results"))
+    bias = import_module("value_first_bias")
+    for seed, shift in ((1, 0.0), (2, 1.0), (3, 9.0)):  # the third is of joint, which has no value phase
+        directory = tmp_path / f"run{seed}"
+        args = {"env_id": "A-v0", "seed": seed, "exp_name": "ppo", "order": "joint" if seed == 3 else "phases"}
+        with SummaryWriter(directory) as writer:
+            writer.add_scalar("charts/episodic_return", 1, 1)
+            for step, value in enumerate((0.1, 0.2, -90.0)):
+                for k, name in enumerate(bias.SCALARS):
+                    writer.add_scalar(name, k + value + shift, step)
+        (directory / "args.json").write_text(json.dumps(args))
+        (directory / "result.json").write_text(json.dumps({"status": "finished", "args": args}))
+    monkeypatch.setattr(sys, "argv", ["value_first_bias.py", str(tmp_path)])
+    bias.main()
+    assert capsys.readouterr().out.splitlines()[2:] == ["| A-v0 | ppo | 2 | 0.60 | 1.60 | 2.60 |"]
