@@ -264,7 +264,7 @@ def test_table_has_the_numbers_of_a_hand_computed_one(tmp_path):
     kept_run(tmp_path / "other", "B-v0", 1, 7.0, gamma=0.5, new_flag=3)
     runs = plot_runs.find_runs([tmp_path])
     plot_runs.name_variants(runs)
-    many, few, other = rows(runs)
+    many, other, few = rows(runs)
     # 5 seeds: mean 22, interquartile mean (2 + 3 + 4) / 3, evaluation 22 + 1 with the seeds' own deviation.
     assert many[:5] == ["A-v0", "ppo_x", "5", "22.0", "3.00"] and many[6:] == ["23.0 ± 43.6", "300"]
     resampled = np.sort(np.random.default_rng(1).choice([1, 2, 3, 4, 100], (20000, 5)))[:, 1:4].mean(1)
