@@ -33,8 +33,8 @@ Beyond the idea it differs from the base in CleanRL's settings for classic contr
 actions, and, to compare the orders alike, a gradient norm for each network and values that move unclipped
 (--shared-update: as in the base).
 
-Result:  CartPole-v1, 500 k steps, 10 seeds: mean return of the last 100 episodes 350 (144 to 490); with --norm-reward
-         500 in every seed, as with the other orders.
+Result:  CartPole-v1, 500 k steps, 10 seeds: mean return of the last 100 episodes 350 (144 to 490), and 500 in every
+         seed with --norm-reward; the same, but for the seeds, with the other orders.
 
 Run:     python ppo_value_first.py --env-id CartPole-v1
 Resume:  python ppo_value_first.py --resume runs/CartPole-v1__ppo_value_first__1__1700000000
