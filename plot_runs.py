@@ -117,8 +117,8 @@ def find_runs(paths):
 def name_variants(runs):
     """Sets each run's `variant`: its --exp-name, and the flags that tell it from others of that name and environment.
 
-    Sorts the runs by environment and variant.
-    Flags that only some of the runs know are left out: a script that gained a flag is still the same variant.
+    Flags that only some of the runs know are left out: a script that gained a flag is still the same variant. The runs
+    are sorted by environment, variant and seed.
     """
     for env_id in {run.env_id for run in runs}:
         for exp_name in {run.args["exp_name"] for run in runs if run.env_id == env_id}:
