@@ -195,6 +195,12 @@ def table(runs):
         yield "\n" + "\n".join(notes)
 
 
+def published(references, env_id, runs):
+    """The published results for an environment; those with a `where` only beside a run that has these arguments."""
+    arguments = [run.args.items() for run in runs if run.env_id == env_id]
+    return [r for r in references.get(env_id, []) if any(r.get("where", {}).items() <= items for items in arguments)]
+
+
 def draw(runs, references, axis, out):
     """One panel an environment, one colour a variant, dashed lines for published results."""
     runs = [run for run in runs if len(run.points)]
@@ -226,9 +232,10 @@ def draw(runs, references, axis, out):
                 (lines[variant],) = panel.plot(centres[whole], iqm(curves[:, whole]), color=colour, linewidth=1.5)
                 low, high = interval(curves[:, whole])
                 panel.fill_between(centres[whole], low, high, color=colour, alpha=0.2, linewidth=0)
-        for reference, style in zip(references.get(env_id, []), [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2))] * 3):
+        here = published(references, env_id, runs)
+        for reference, style in zip(here, [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2)), (0, (1, 3))] * 3):
             panel.axhline(reference["return"], color="0.35", linewidth=1, linestyle=style, label=reference["label"])
-        if references.get(env_id):
+        if here:
             panel.legend(fontsize=7, loc="best", framealpha=0.6)
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.set(title=env_id, xlabel="environment steps" if axis == "steps" else "minutes", ylabel="episodic return")

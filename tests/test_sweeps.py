@@ -326,6 +326,16 @@ def test_every_point_of_a_long_run_is_read_and_at_most_200_are_kept(tmp_path):
     assert "elsewhere" not in "".join(file.read_text() for file in (tmp_path / "kept").rglob("*.json"))
 
 
+def test_a_published_result_for_some_arguments_stands_beside_runs_that_have_them(tmp_path):
+    always, post = {"label": "always"}, {"label": "post", "where": {"preset": "post", "gamma": 0.5}}
+    references = {"A-v0": [always, post], "B-v0": [post]}
+    run = plot_runs.Run(tmp_path, "A-v0", 1, {"preset": "post", "gamma": 0.9}, None, "finished", 0.0, 0.0, 0.0)
+    assert plot_runs.published(references, "A-v0", [run]) == [always]
+    run.args["gamma"] = 0.5
+    assert plot_runs.published(references, "A-v0", [run]) == [always, post]
+    assert plot_runs.published(references, "B-v0", [run]) == []
+
+
 def test_cleanrl_runs_unfinished_ones_and_the_figure(tmp_path, capsys, monkeypatch):
     table = "|param|value|\n|-|-|\n|env_id|A-v0|\n|seed|3|\n|exp_name|ppo_theirs|"
     with SummaryWriter(tmp_path / "theirs") as writer:
