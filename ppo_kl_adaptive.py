@@ -35,7 +35,8 @@ stop, adapts beta:
     KL > 1.5 * kl_targ:  beta *= 2        KL < kl_targ / 1.5:  beta /= 2
 
 Result:  episodes until the mean return of 5 reaches the post's threshold, three seeds (the post): Reacher-v5 10317,
-         10523, 10762 (14100), Hopper-v5 1299, 1618, 2778 (2250), HalfCheetah-v5 2476, 2101, not in 3000 (1966).
+         10523, 10762 (14100), Hopper-v5 1299, 1618, 2778 (2250), HalfCheetah-v5 2476, 2101, not in 3000 (1966),
+         Swimmer-v5 163, 1642, 1298 (137).
 
 Run:     python ppo_kl_adaptive.py --env-id HalfCheetah-v5
          python ppo_kl_adaptive.py --env-id HalfCheetah-v5 --preset paper --objective kl-fixed --beta 3
