@@ -46,7 +46,7 @@ sweep() {
   done
 }
 
-# The suites: one for each table of results/README.md.
+# The suites: the runs behind the tables of results/README.md.
 suites="base base-report humanoid comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent"
 suite() {
   case $1 in

@@ -32,7 +32,7 @@ def table(runs):
     yield "| environment | variant | seeds | explained variance before | after | variance ratio |"
     yield "|-|-|-|-|-|-|"
     for (env_id, variant), group in plot_runs.groups(runs).items():
-        cells = [f"{value:.2f}" for value in np.mean([medians(run) for run in group], 0)]
+        cells = [f"{round(value, 2) + 0:.2f}" for value in np.mean([medians(run) for run in group], 0)]  # no -0.00
         yield f"| {env_id} | {variant} | {len(group)} | {' | '.join(cells)} |"
 
 
