@@ -242,7 +242,9 @@ def draw(runs, references, axis, out):
         panel.grid(alpha=0.25)
     for panel in list(panels.flat)[len(environments) :]:
         panel.set_visible(False)
-    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=min(3, len(lines)), fontsize=8)
+    fitting = int(4.6 * columns / (0.06 * max(map(len, lines)) + 0.6))  # a letter of 8 points is about 0.06 inches wide
+    ncols = min(max(fitting, 1), 3, len(lines))
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=ncols, fontsize=8)
     figure.set_layout_engine("constrained")
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)

@@ -1,14 +1,15 @@
 """The two published tables that `ppo_kl_adaptive.py` is measured against, each beside ours.
 
     python results/kl_tables.py thresholds runs                         "AI Gym Workout", tables 1 and 2
-    python results/kl_tables.py objectives results/runs/kl-objectives   the PPO paper, table 1
+    python results/kl_tables.py objectives results/runs/kl-objectives   the PPO paper, table 1; --out draws it
 
 thresholds needs the full runs of `./benchmark.sh kl-post`, whose event files have every episode: after how many
 episodes the mean return of 5 in a row first reaches the post's threshold, and the largest such mean; seed by seed.
 
 objectives takes the runs of `./benchmark.sh kl-objectives`, full or kept. As the paper does, it shifts and scales the
 mean return of the last 100 episodes in each environment, so that uniformly random actions score 0 and the best row 1,
-and averages over the environments. A run that diverged counts with the mean it had reached.
+and averages over the environments. A run that diverged counts with the mean it had reached. A row's score is that of
+its mean returns over seeds; beside it stands each seed's own.
 """
 
 import argparse
@@ -16,6 +17,10 @@ import sys
 from pathlib import Path
 
 import gymnasium as gym
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
@@ -90,40 +95,74 @@ def random_score(env_id):
     return np.mean(env.return_queue)
 
 
-def objectives(runs, random_score=random_score):
-    """Lines of Markdown: each row's normalised score beside the paper's, and its mean return in every environment."""
+def score(runs, random_score=random_score):
+    """Rows of (name, the paper's score, ours, each seed's, {environment: mean return}), and random actions' returns."""
     environments = sorted({run.env_id for run in runs})
-    means, seeds = {}, {}  # of each row: {environment: mean over seeds}, the number of seeds
-    for objective, flag, value, _ in PAPER:
-        chosen = [r for r in runs if r.args["objective"] == objective and (not flag or r.args[flag] == value)]
-        if {run.env_id for run in chosen} == set(environments):
-            values = {e: [run.training for run in chosen if run.env_id == e] for e in environments}
-            means[objective, value] = {env_id: np.mean(x) for env_id, x in values.items()}
-            seeds[objective, value] = min(map(len, values.values()))
-    low = {env_id: random_score(env_id) for env_id in environments}
-    high = {env_id: max(row[env_id] for row in means.values()) for env_id in environments}
-    yield row("objective", "seeds", "the paper", "ours", *environments)
-    yield row(*"----", *("-" for _ in environments))
-    ours, theirs = [], []
+    returns = {}  # of each row: {environment: {seed: mean return of the last 100 episodes}}
     for objective, flag, value, published in PAPER:
         name = f"{objective}, {flag} {value:g}" if flag else objective
-        if (objective, value) not in means:
+        found = {env_id: {} for env_id in environments}
+        for run in runs:
+            if run.args["objective"] == objective and (not flag or run.args[flag] == value):
+                found[run.env_id][run.seed] = run.training
+        if all(found.values()):
+            returns[name, published] = found
+        else:
             print(f"{name} is left out: not every environment has a run", file=sys.stderr)
-            continue
-        mean = means[objective, value]
-        score = np.mean([(mean[env_id] - low[env_id]) / (high[env_id] - low[env_id]) for env_id in environments])
-        ours.append(score)
-        theirs.append(published)
-        yield row(name, seeds[objective, value], published, f"{score:.2f}", *(number(mean[e]) for e in environments))
-    yield row("random actions", "", 0, 0, *(number(low[env_id]) for env_id in environments))
-    if len(ours) > 2:
+    means = {row: {e: np.mean(list(x.values())) for e, x in found.items()} for row, found in returns.items()}
+    low = {env_id: random_score(env_id) for env_id in environments}
+    high = {env_id: max(mean[env_id] for mean in means.values()) for env_id in environments}
+
+    def normalised(returns):
+        return np.mean([(returns[e] - low[e]) / (high[e] - low[e]) for e in environments])
+
+    rows = []
+    for (name, published), mean in means.items():
+        found = returns[name, published]
+        seeds = sorted(set.intersection(*map(set, found.values())))  # those that every environment has
+        of_seeds = [normalised({env_id: x[seed] for env_id, x in found.items()}) for seed in seeds]
+        rows.append((name, published, normalised(mean), of_seeds, mean))
+    return rows, low
+
+
+def objectives(rows, low):
+    """Lines of Markdown: each row's normalised score beside the paper's, and its mean return in every environment."""
+    yield row("objective", "the paper", "ours", "each seed", *low)
+    yield row(*"----", *("-" for _ in low))
+    for name, published, ours, of_seeds, means in rows:
+        each = ", ".join(f"{x:.2f}" for x in of_seeds)
+        yield row(name, f"{published:.2f}", f"{ours:.2f}", each, *(number(mean) for mean in means.values()))
+    yield row("random actions", 0, 0, "", *map(number, low.values()))
+    if len(rows) > 2:
+        _, theirs, ours, *_ = zip(*rows)
         yield f"\nSpearman's rank correlation of both columns: {stats.spearmanr(ours, theirs).statistic:.2f}"
+
+
+def draw(rows, out):
+    """The scores, one line a row: the paper's, ours, and each seed's where there are several."""
+    figure, axes = plt.subplots(figsize=(8, 0.35 * len(rows) + 1.2), layout="constrained")
+    for y, (_, published, ours, of_seeds, _) in enumerate(rows):
+        axes.plot([published, ours], [y, y], color="0.8", linewidth=1, zorder=0)
+        if len(of_seeds) > 1:
+            axes.plot(of_seeds, [y] * len(of_seeds), "|", color="C0", markersize=12, label="each of its seeds")
+        axes.plot(published, y, "o", color="0.35", markerfacecolor="white", label="the paper, mean of 3 seeds")
+        axes.plot(ours, y, "o", color="C0", label="ours")
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("score: 0 random actions, 1 the best row of each environment")
+    axes.grid(axis="x", alpha=0.25)
+    handles, labels = axes.get_legend_handles_labels()
+    legend = dict(zip(labels, handles))
+    axes.legend(legend.values(), legend.keys(), fontsize=8, loc="lower left")
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=["thresholds", "objectives"])
     parser.add_argument("paths", nargs="+", help="run directories, or directories above them")
+    parser.add_argument("--out", help="objectives: the figure to write (.png, .pdf or .svg)")
     args = parser.parse_args()
     preset = {"thresholds": "post", "objectives": "paper"}[args.table]
     runs = [run for run in plot_runs.find_runs(args.paths) if run.args.get("preset") == preset]
@@ -133,7 +172,13 @@ def main():
     if not runs:
         raise SystemExit(f"no ended runs of --preset {preset} in {' '.join(args.paths)}")
     plot_runs.name_variants(runs)
-    print(*(thresholds if args.table == "thresholds" else objectives)(runs), sep="\n")
+    if args.table == "thresholds":
+        print(*thresholds(runs), sep="\n")
+        return
+    rows, low = score(runs)
+    print(*objectives(rows, low), sep="\n")
+    if args.out:
+        draw(rows, args.out)
 
 
 if __name__ == "__main__":

@@ -624,7 +624,7 @@ def test_threshold_table_counts_episodes(kl_tables):
     assert row == ["Swimmer-v5", "ppo", "90", "137", "not in 9, 10", "372", "-1.00, 90.0"]
 
 
-def test_objectives_are_scored_as_the_paper_does(kl_tables):
+def test_objectives_are_scored_as_the_paper_does(kl_tables, tmp_path):
     clip, none = {"objective": "clip", "clip_coef": 0.2}, {"objective": "none", "clip_coef": 0.2}
     runs = [fake_run("A-v5", seed, score, **clip) for seed, score in ((1, 90), (2, 110))] + [
         fake_run("B-v5", 1, 3, **clip),
@@ -632,13 +632,16 @@ def test_objectives_are_scored_as_the_paper_does(kl_tables):
         fake_run("B-v5", 1, 5, **none),
         fake_run("B-v5", 1, 9, objective="clip", clip_coef=0.3),  # no run on A: the row is left out
     ]
-    table = cells(kl_tables.objectives(runs, {"A-v5": 0, "B-v5": 1}.get))
-    # A: 0 to 100, B: 1 to 5. No penalty: (-50 / 100 + 1) / 2; clipping: (1 + (3 - 1) / 4) / 2.
-    assert table == [
-        ["none", "1", "-0.39", "0.25", "-50.0", "5.00"],
-        ["clip, clip_coef 0.2", "1", "0.82", "0.75", "100", "3.00"],
-        ["random actions", "", "0", "0", "0.00", "1.00"],
+    rows, low = kl_tables.score(runs, {"A-v5": 0, "B-v5": 1}.get)
+    # A: 0 to 100, B: 1 to 5. No penalty: (-50 / 100 + 1) / 2; clipping: (1 + (3 - 1) / 4) / 2, and its seed 1, the
+    # only one that both environments have, (90 / 100 + (3 - 1) / 4) / 2.
+    assert cells(kl_tables.objectives(rows, low)) == [
+        ["none", "-0.39", "0.25", "0.25", "-50.0", "5.00"],
+        ["clip, clip_coef 0.2", "0.82", "0.75", "0.70", "100", "3.00"],
+        ["random actions", "0", "0", "", "0.00", "1.00"],
     ]
+    kl_tables.draw(rows, tmp_path / "scores.svg")
+    assert "clip, clip_coef 0.2" in (tmp_path / "scores.svg").read_text()
 
 
 def test_random_actions_are_scored_by_whole_episodes(kl_tables):
