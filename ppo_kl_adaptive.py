@@ -523,7 +523,7 @@ def collect(agent, sample, envs, device, num_steps=None, num_episodes=np.inf, ru
 
     -> obs, actions, rewards, terminated, done, next_obs, taken: [steps, num_envs, ...], next_obs being what really
     followed. An episode is numbered when it starts, and the first so many are taken: the first to finish would be the
-    short ones. What an environment does that has none left is not `taken`; `run`, if given, counts and logs the rest.
+    short ones. An environment that has none left rests: that is not `taken`. `run`, if given, counts and logs the rest.
     """
     if num_episodes < np.inf:
         envs.reset()
@@ -536,13 +536,12 @@ def collect(agent, sample, envs, device, num_steps=None, num_episodes=np.inf, ru
         with torch.no_grad():
             actions = sample(agent.obs_norm(obs))
             env_actions = agent.to_env(actions).cpu().numpy()
-        next_obs, rewards, terminated, truncated = envs.step(env_actions)
+        next_obs, rewards, terminated, truncated = envs.step(env_actions, taken)
         done = terminated | truncated
         next_obs = np.where(done[:, None], envs.final_obs, next_obs)
         rows.append((obs, actions, rewards.copy(), np.float32(terminated), np.float32(done), next_obs, taken))
         if run is not None:
-            ended = zip(np.flatnonzero(done), envs.episodes)
-            run.step([episode for env, episode in ended if taken[env]], int(taken.sum()))
+            run.step(envs.episodes, int(taken.sum()))
         playing[done] = started + np.arange(done.sum())
         started += done.sum()
     obs, actions, *others = zip(*rows)
@@ -560,14 +559,13 @@ def evaluate(agent, args, device, video_folder=None):
     make = partial(make_env, args.env_id, args.eval_episodes, video_folder, args.preset == "post")
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
         obs = envs.reset()
-        playing, started, finished = list(range(num_envs)), num_envs, {}
+        playing, started, finished = np.arange(num_envs), num_envs, {}
         while len(finished) < args.eval_episodes:
             check_signals()
             actions = agent.act(torch.as_tensor(obs, device=device))
-            obs, _, terminated, truncated = envs.step(actions.cpu().numpy())
+            obs, _, terminated, truncated = envs.step(actions.cpu().numpy(), playing < args.eval_episodes)
             for env, episode in zip(np.flatnonzero(terminated | truncated), envs.episodes):
-                if playing[env] < args.eval_episodes:
-                    finished[playing[env]] = episode
+                finished[playing[env]] = episode
                 playing[env], started = started, started + 1
     return [list(column) for column in zip(*(finished[i] for i in range(args.eval_episodes)))]
 
@@ -633,14 +631,16 @@ def train(args: Args) -> dict:
                 agent, sample, envs, device, args.num_steps or None, num_episodes, run
             )
 
-            # Advantages. One pass gives the means, log-probabilities and values of the whole rollout.
+            # Advantages. One pass gives the means, log-probabilities and values of all steps that were taken.
             policy_start = time.perf_counter()
             torch.set_num_threads(update_threads)
             with torch.no_grad():
-                normed_obs = agent.obs_norm(obs)
-                means = agent.get_mean(normed_obs)  # [steps, num_envs, act_dim]
-                log_probs = agent.log_prob(means, actions)  # [steps, num_envs], as below
-                values, next_values = agent.get_value(normed_obs), agent.get_value(agent.obs_norm(next_obs))
+                normed_obs, actions = agent.obs_norm(obs[taken]), actions[taken]  # [batch_size, ...]
+                means = agent.get_mean(normed_obs)
+                log_probs = agent.log_prob(means, actions)
+                values, next_values = torch.zeros((2, *taken.shape), device=device)  # [steps, num_envs], as below
+                values[taken] = agent.get_value(normed_obs)
+                next_values[taken] = agent.get_value(agent.obs_norm(next_obs[taken]))
                 ends = terminated if args.bootstrap_time_limit else done
                 scaled_rewards = rewards * (1 - args.gamma) if post and args.gamma < 0.999 else rewards
                 if args.norm_reward:
@@ -652,7 +652,7 @@ def train(args: Args) -> dict:
                 explained_variance = 1 - (returns - values)[taken].var() / returns[taken].var()
 
             # Update the policy, then the value function, then let the statistics see the rollout.
-            batch = tuple(x[taken] for x in (normed_obs, actions, log_probs, means, advantages, returns))
+            batch = normed_obs, actions, log_probs, means, advantages[taken], returns[taken]
             beta = torch.tensor(carried.beta, device=device)
             scalars = update(agent, optimizer, gradient, args, beta, batch)
             if args.objective == "kl-adaptive":
@@ -811,7 +811,13 @@ def _worker(connection, make_env, seeds, first, shared, core):
                 break  # the parent is done with these environments
             for i in range(len(envs)):
                 doing = "reset" if command == RESET else "step"
-                (reset if command == RESET else step)(i)
+                if command == RESET:
+                    reset(i)
+                elif view.active[first + i]:
+                    step(i)
+                else:
+                    for array in (view.rewards, view.terminated, view.truncated, view.episode_lengths):
+                        array[first + i] = 0
     except BaseException as error:
         message = f"{traceback.format_exc()}\nenvironment {first + i} raised {type(error).__name__} in {doing}: {error}"
         with suppress(OSError):  # the pipe is broken if the parent is done with these environments
@@ -830,6 +836,7 @@ class SubprocVecEnv:
     flags bool [num_envs]. An environment that ends starts anew in the same step: `obs` then holds the new episode's
     first observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists the (return, length) of the
     episodes that ended in this step, in the order of the environments. Both are valid until the next step.
+    step(actions, active) lets environments rest where `active` [num_envs] is false: no reward, no end, `obs` stays.
     `make_env` takes no argument and can be pickled. `seed`, an int or a list of ints, fixes everything that happens,
     whatever the number of workers. Raises EnvError where an environment or a worker fails.
     """
@@ -845,7 +852,7 @@ class SubprocVecEnv:
         obs_dtype = np.float32 if space.dtype == np.float64 else space.dtype
         arrays = {"obs": (obs_dtype, space.shape), "final_obs": (obs_dtype, space.shape)}
         arrays |= {"actions": (action_space.dtype, action_space.shape), "rewards": (np.float32, ())}
-        arrays |= {"terminated": (bool, ()), "truncated": (bool, ())}
+        arrays |= {"active": (bool, ()), "terminated": (bool, ()), "truncated": (bool, ())}
         arrays |= {"episode_returns": (np.float64, ()), "episode_lengths": (np.int64, ())}
         shared = {}
         for name, (dtype, shape) in arrays.items():
@@ -897,8 +904,8 @@ class SubprocVecEnv:
         self._check_finite("an observation", self.obs)
         return self.obs
 
-    def step(self, actions):
-        self.actions[:] = actions
+    def step(self, actions, active=True):
+        self.actions[:], self.active[:] = actions, active
         self._command(STEP)
         ended = self.episode_lengths > 0
         self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))

@@ -359,14 +359,13 @@ def evaluate(agent, args, device, video_folder=None):
     make = partial(make_env, args.env_id, args.eval_episodes, video_folder)
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
         obs = envs.reset()
-        playing, started, finished = list(range(num_envs)), num_envs, {}
+        playing, started, finished = np.arange(num_envs), num_envs, {}
         while len(finished) < args.eval_episodes:
             check_signals()
             actions = agent.act(torch.as_tensor(obs, device=device))
-            obs, _, terminated, truncated = envs.step(actions.cpu().numpy())
+            obs, _, terminated, truncated = envs.step(actions.cpu().numpy(), playing < args.eval_episodes)
             for env, episode in zip(np.flatnonzero(terminated | truncated), envs.episodes):
-                if playing[env] < args.eval_episodes:
-                    finished[playing[env]] = episode
+                finished[playing[env]] = episode
                 playing[env], started = started, started + 1
     return [list(column) for column in zip(*(finished[i] for i in range(args.eval_episodes)))]
 
@@ -596,7 +595,13 @@ def _worker(connection, make_env, seeds, first, shared, core):
                 break  # the parent is done with these environments
             for i in range(len(envs)):
                 doing = "reset" if command == RESET else "step"
-                (reset if command == RESET else step)(i)
+                if command == RESET:
+                    reset(i)
+                elif view.active[first + i]:
+                    step(i)
+                else:
+                    for array in (view.rewards, view.terminated, view.truncated, view.episode_lengths):
+                        array[first + i] = 0
     except BaseException as error:
         message = f"{traceback.format_exc()}\nenvironment {first + i} raised {type(error).__name__} in {doing}: {error}"
         with suppress(OSError):  # the pipe is broken if the parent is done with these environments
@@ -615,6 +620,7 @@ class SubprocVecEnv:
     flags bool [num_envs]. An environment that ends starts anew in the same step: `obs` then holds the new episode's
     first observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists the (return, length) of the
     episodes that ended in this step, in the order of the environments. Both are valid until the next step.
+    step(actions, active) lets environments rest where `active` [num_envs] is false: no reward, no end, `obs` stays.
     `make_env` takes no argument and can be pickled. `seed`, an int or a list of ints, fixes everything that happens,
     whatever the number of workers. Raises EnvError where an environment or a worker fails.
     """
@@ -630,7 +636,7 @@ class SubprocVecEnv:
         obs_dtype = np.float32 if space.dtype == np.float64 else space.dtype
         arrays = {"obs": (obs_dtype, space.shape), "final_obs": (obs_dtype, space.shape)}
         arrays |= {"actions": (action_space.dtype, action_space.shape), "rewards": (np.float32, ())}
-        arrays |= {"terminated": (bool, ()), "truncated": (bool, ())}
+        arrays |= {"active": (bool, ()), "terminated": (bool, ()), "truncated": (bool, ())}
         arrays |= {"episode_returns": (np.float64, ()), "episode_lengths": (np.int64, ())}
         shared = {}
         for name, (dtype, shape) in arrays.items():
@@ -682,8 +688,8 @@ class SubprocVecEnv:
         self._check_finite("an observation", self.obs)
         return self.obs
 
-    def step(self, actions):
-        self.actions[:] = actions
+    def step(self, actions, active=True):
+        self.actions[:], self.active[:] = actions, active
         self._command(STEP)
         ended = self.episode_lengths > 0
         self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))

@@ -250,7 +250,7 @@ def make_counting():
 
 def test_batch_is_the_first_episodes_that_started_and_they_are_whole():
     policy = Namespace(obs_norm=lambda obs: obs, to_env=lambda actions: actions)
-    logged, seen, passed_over = [], [], 0
+    logged, seen, rested = [], [], 0
     run = Namespace(step=lambda episodes, steps: logged.append((episodes, steps)))
     with ppo.SubprocVecEnv(make_counting, 3, 2, 5) as envs:
         for _ in range(6):
@@ -271,13 +271,14 @@ def test_batch_is_the_first_episodes_that_started_and_they_are_whole():
                     assert (np.diff(rows) == 1).all() and ends[-1] and not ends[:-1].any()
                     assert {x[4] for x in episodes[episode][:-1]} <= {0.0}
                     assert episodes[episode][-1][4] == (episode[1] % 3 != 0)
-                else:
-                    passed_over += ends.any()
+                else:  # begun, but not stepped
+                    assert not times.any() and not after.any() and not ends.any()
+                    rested += len(rows)
             assert sum(steps for _, steps in logged) == taken.sum() == sum(len(episodes[e]) for e in in_order[:7])
             lengths = sorted(length for ended, _ in logged for _, length in ended)
             assert lengths == sorted(len(episodes[e]) for e in in_order[:7])
             seen += in_order[:7]
-    assert len(set(seen)) == 6 * 7 and passed_over > 0  # some ended early enough to be counted by their ends
+    assert len(set(seen)) == 6 * 7 and rested > 12  # long enough for others to have ended in place of the last ones
 
 
 def small_args(directory, **changes):

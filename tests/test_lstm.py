@@ -519,8 +519,9 @@ class Scripted:
         ([True, True], {1: 10.0}),  # environment 0 loses a life where a game ends in environment 1
         ([False, True], {0: 20.0}),  # reported late, in the middle of the next game's life
         ([True, True], {0: 30.0, 1: 40.0}),
-        ([True, True], {0: 50.0, 1: 60.0}),
+        ([True, True], {0: 50.0, 1: 60.0}),  # the sixth game of five
     ]
+    active = []
 
     def __init__(self, *_):
         self.t = 0
@@ -534,21 +535,24 @@ class Scripted:
     def reset(self):
         return np.ones((2, 3), np.float32)
 
-    def step(self, actions):
+    def step(self, actions, active):
         terminated, games = self.steps[self.t]
         self.t += 1
-        self.episode_lengths = np.array([env in games for env in range(2)]) * 7
-        self.episodes = [(games[env], 7) for env in sorted(games)]
+        self.active.append(active.tolist())
+        self.episode_lengths = np.array([env in games for env in range(2)]) * active * 7
+        self.episodes = [(games[env], 7) for env in np.flatnonzero(self.episode_lengths)]
         truncated = np.array([self.t == 3, False])
-        return np.ones((2, 3), np.float32), np.zeros(2), np.array(terminated), truncated
+        return np.ones((2, 3), np.float32), np.zeros(2), terminated & active, truncated & active
 
 
 def test_evaluation_takes_the_first_games_started(monkeypatch):
     monkeypatch.setattr(ppo, "SubprocVecEnv", Scripted)
+    monkeypatch.setattr(Scripted, "active", [])
     args = ppo.Args(num_envs=2, eval_episodes=5)
     # Started: 0 and 1; 2 in environment 1 after 10; 3 in environment 0 after 20; 4 after 30, 5 after 40.
     returns, lengths = ppo.evaluate(agent(), args, torch.device("cpu"))
     assert returns == [20.0, 10.0, 40.0, 30.0, 50.0] and lengths == [7] * 5
+    assert Scripted.active == [[True, True]] * 4 + [[True, False]]  # who has no game left rests
 
 
 @cells

@@ -380,25 +380,27 @@ class Reference:
         return self.envs[i].reset(seed=seed)[0].astype(np.float32)
 
     def reset(self):
-        return np.stack([self.reset_one(i) for i in range(len(self.envs))])
+        self.obs = np.stack([self.reset_one(i) for i in range(len(self.envs))])
+        return self.obs.copy()
 
-    def step(self, actions):
-        obs, final_obs, rewards, terminated, truncated, episodes = [], {}, [], [], [], []
-        for i, env in enumerate(self.envs):
-            o, r, term, trunc, info = env.step(actions[i])
-            rewards.append(r), terminated.append(term), truncated.append(trunc)
-            if term or trunc:
-                final_obs[i] = o.astype(np.float32)
+    def step(self, actions, active):
+        final_obs, rewards, episodes = {}, np.zeros(len(actions), np.float32), []
+        terminated, truncated = np.zeros((2, len(actions)), bool)
+        for i in np.flatnonzero(active):
+            self.obs[i], rewards[i], terminated[i], truncated[i], info = self.envs[i].step(actions[i])
+            if terminated[i] or truncated[i]:
+                final_obs[i] = self.obs[i].copy()
                 episodes.append((float(info["episode"]["r"]), int(info["episode"]["l"])))
-                o = self.reset_one(i)
-            obs.append(o.astype(np.float32))
-        return np.stack(obs), np.float32(rewards), np.array(terminated), np.array(truncated), final_obs, episodes
+                self.obs[i] = self.reset_one(i)
+        return self.obs.copy(), rewards, terminated, truncated, final_obs, episodes
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 0])
 def test_environments_do_what_a_plain_loop_does(num_workers):
-    reference, actions = Reference(5, [7, 3]), np.random.default_rng(0).uniform(-1, 1, (70, 5, 2)).astype(np.float32)
-    ended = {"terminated": 0, "truncated": 0}
+    reference, actions = Reference(5, [7, 3]), np.random.default_rng(0).uniform(-1, 1, (150, 5, 2)).astype(np.float32)
+    active = np.random.default_rng(1).random((150, 5)) < 0.8
+    active[:70] = True
+    ended = {"terminated": 0, "truncated": 0, "while others rest": 0}
     with base.SubprocVecEnv(make_healthy, 5, num_workers, [7, 3]) as envs:
         if num_workers:
             assert len(envs.processes) == num_workers
@@ -407,8 +409,8 @@ def test_environments_do_what_a_plain_loop_does(num_workers):
             if t == 33:  # in the middle of an episode
                 np.testing.assert_array_equal(envs.reset(), reference.reset())
                 assert envs.episodes == []
-            *found, episodes = [*envs.step(action), envs.episodes]
-            *expected, final_obs, expected_episodes = reference.step(action)
+            *found, episodes = [*(envs.step(action) if t < 70 else envs.step(action, active[t])), envs.episodes]
+            *expected, final_obs, expected_episodes = reference.step(action, active[t])
             for x, y in zip(found, expected):
                 np.testing.assert_array_equal(x, y)
             for i, o in final_obs.items():
@@ -416,7 +418,8 @@ def test_environments_do_what_a_plain_loop_does(num_workers):
             assert episodes == expected_episodes and all(type(x) is float for x, _ in episodes)
             ended["terminated"] += found[2].sum()
             ended["truncated"] += (found[3] & ~found[2]).sum()
-    assert min(ended.values()) >= 3  # both kinds of ending happened
+            ended["while others rest"] += len(episodes) > 0 and not active[t].all()
+    assert min(ended.values()) >= 3  # all of these happened
 
 
 def test_environments_return_views_of_shared_memory_in_their_types():

@@ -197,8 +197,8 @@ def test_evaluation_says_where_episodes_begin(monkeypatch):
         calls.append((first.tolist(), memory))
         return act(policy, obs, first, memory)
 
-    def spy_step(envs, actions):
-        outcome = step(envs, actions)
+    def spy_step(*inputs):
+        outcome = step(*inputs)
         ends.append((outcome[2] | outcome[3]).tolist())
         return outcome
 
