@@ -129,9 +129,9 @@ suite() {
       local cell masked=(--mask-velocity --total-timesteps 150000 --num-envs 16 --num-steps 64 --update-epochs 10
         --learning-rate 1e-3 --clip-coef 0.2 --ent-coef 0 --no-clip-vloss --norm-reward --eval-episodes 100)
       for cell in lstm gru; do
-        sweep "${here}ppo_lstm_atari.py" PongNoFrameskip-v4 1 --rnn "$cell" --total-timesteps 3000000
+        sweep "${here}ppo_lstm_atari.py" PongNoFrameskip-v4 1 --rnn "$cell" --total-timesteps 3000000 --eval-episodes 30
         sweep "${here}ppo_lstm_atari.py" "BreakoutNoFrameskip-v4 BeamRiderNoFrameskip-v4" 1 --rnn "$cell" \
-          --total-timesteps 1000000
+          --total-timesteps 1000000 --eval-episodes 30
         sweep "${here}ppo_lstm_atari.py" CartPole-v1 10 --rnn "$cell" "${masked[@]}"
       done
       ;;

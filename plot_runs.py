@@ -207,7 +207,7 @@ def draw(runs, references, axis, out):
     if not runs:
         raise SystemExit("no run has a finished episode: nothing to draw")
     environments, variants = (list(dict.fromkeys(getattr(run, name) for run in runs)) for name in ("env_id", "variant"))
-    column, columns = ("steps", "minutes").index(axis), min(3, len(environments))
+    column, columns = ("steps", "minutes").index(axis), 2 if len(environments) == 4 else min(3, len(environments))
     rows = math.ceil(len(environments) / columns)
     figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.3 * rows + 0.4), squeeze=False)
     palette = plt.get_cmap("tab10" if len(variants) <= 10 else "tab20")

@@ -26,7 +26,8 @@ their ends, from the states that the rollout had; the heads and every mean see t
 
 Source: "Advancements in PPO", third experiment (LSTM against GRU on Pong, BeamRider and Breakout NoFrameskip-v4), in
 the setting of CleanRL's ppo_atari_lstm.py. Beyond the idea it differs from the base in that setting: categorical
-policy, normalisation off, log-probabilities and values kept from the rollout.
+policy, one network for policy and value, normalisation off, log-probabilities and values kept from the rollout. It
+differs from CleanRL's in that time limits bootstrap, and in that FIRE alone is pressed after a reset.
 
 Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru
 Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari__1__1700000000
@@ -98,7 +99,7 @@ class Args:
     run_dir: str | None = None
     """directory of the run; runs/{env_id}__{exp_name}__{seed}__{unix_time} if not given"""
     eval_episodes: int = 10
-    """greedy episodes in an evaluation; 0: no evaluation"""
+    """episodes in an evaluation, greedy (Atari: sampled); 0: no evaluation"""
     eval_interval: int = 0
     """iterations between evaluations; 0: only at the end"""
 

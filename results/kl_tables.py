@@ -164,6 +164,8 @@ def main():
     parser.add_argument("paths", nargs="+", help="run directories, or directories above them")
     parser.add_argument("--out", help="objectives: the figure to write (.png, .pdf or .svg)")
     args = parser.parse_args()
+    if args.out and args.table == "thresholds":
+        parser.error("--out draws the scores of objectives; the curves of the post's settings are plot_runs.py's")
     preset = {"thresholds": "post", "objectives": "paper"}[args.table]
     runs = [run for run in plot_runs.find_runs(args.paths) if run.args.get("preset") == preset]
     runs = [run for run in runs if run.status != "unfinished" and len(run.points) >= 5]
