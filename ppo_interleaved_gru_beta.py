@@ -87,11 +87,11 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) there"""
     capture_video: bool = False
-    """record the evaluation episodes to RUN_DIR/videos (needs MUJOCO_GL=egl or osmesa)"""
+    """record the evaluation episodes to RUN_DIR/videos (for MuJoCo set MUJOCO_GL=egl or osmesa)"""
     num_workers: int = 0
     """processes that step the environments; 0: one for each core"""
     compile: bool = False
-    """compile the policy step and the update with torch.compile (needs a C++ compiler; a minute at the start)"""
+    """compile the update, and the policy step where that helps (needs a C++ compiler; a minute at the start)"""
     checkpoint_interval: int = 20
     """iterations between checkpoints; 0: only at the end and when stopped"""
     resume: str | None = None
@@ -443,7 +443,7 @@ def update(agent, optimizer, minibatch_gradient, args, trajectory, states, batch
 
 
 def evaluate(agent, args, device, video_folder=None):
-    """Plays `eval_episodes` greedy episodes on fresh environments; returns their returns and lengths, as started.
+    """Plays `eval_episodes` greedy episodes on fresh environments. -> returns and lengths, in the order they began.
 
     The first so many started count, not the first finished, which would favour short ones.
     """
@@ -533,7 +533,7 @@ def train(args: Args) -> dict:
                 rewards_t, terminated_t, done_t = (torch.tensor(x, device=device) for x in (rewards, terminated, done))
                 next_values = torch.cat([values[1:], values[-1:]])
                 steps, indices = torch.as_tensor(ends, device=device).nonzero(as_tuple=True)
-                last_obs = torch.as_tensor(np.concatenate(last_obs), device=device)
+                last_obs = torch.as_tensor(np.concatenate(last_obs), dtype=torch.float32, device=device)
                 states = agent.obs_norm(trajectory.states)
                 windows = trajectory.windows(states, args.window - 1 + steps, indices, agent.obs_norm(last_obs))
                 next_values[steps, indices] = agent(*windows)[2]
@@ -562,7 +562,7 @@ def train(args: Args) -> dict:
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)
             if args.eval_interval and iteration % args.eval_interval == 0 and iteration < run.num_iterations:
-                run.log({"eval/episodic_return": np.mean(evaluate(agent, args, device)[0])})
+                run.log_evaluation(*evaluate(agent, args, device))
 
         return run.finish(*evaluate(agent, args, device, run.video_folder))
 
@@ -624,8 +624,8 @@ def check_video(env_id):
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise SystemExit(
-            f"--capture-video: {reason}. Set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or MUJOCO_GL=osmesa "
-            "(Debian's libosmesa6) before starting; moviepy encodes the frames"
+            f"--capture-video: {reason}. For MuJoCo set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or "
+            "MUJOCO_GL=osmesa (Debian's libosmesa6) before starting; moviepy encodes the frames"
         ) from None
 
 
@@ -1114,6 +1114,9 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.global_step)
 
+    def log_evaluation(self, returns, lengths):
+        self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+
     def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
         """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
         seconds = rollout_seconds + update_seconds
@@ -1169,7 +1172,7 @@ class Run:
     def finish(self, returns, lengths):
         """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
         if returns:
-            self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+            self.log_evaluation(returns, lengths)
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
         left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}

@@ -21,16 +21,17 @@ each update ends with, so that an iteration moves the policy by about kl_targ:
     KL > 2 * kl_targ:  beta *= 1.5 (up to 35);      where that is over 30, learning rate /= 1.5 (while over a tenth)
     KL < kl_targ / 2:  beta /= 1.5 (down to 1/35);  where that is under 1/30, learning rate *= 1.5 (while below tenfold)
 
-Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code: the post prints the hinge with its sign
-reversed, and its learning rates are lost. --preset post, the default, is that post, which differs from the base in more
-than the idea: batches of whole episodes, networks sized from the task, a variance that learns faster, the time as an
-observation, a scaler over the whole run, rewards times 1 - gamma, and a value function that is fitted after the policy,
-to Monte-Carlo returns. It takes a time limit for an end, as the post does; --bootstrap-time-limit does not.
+Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code (the post prints the hinge with its sign
+reversed). --preset post, the default, is that post, which differs from the base in more than the idea: batches of whole
+episodes, networks sized from the task, a variance that learns faster, the time as an observation, a scaler over the
+whole run, rewards times 1 - gamma, and a value function that is fitted after the policy, to Monte-Carlo returns. Here,
+as in every script, actions are clipped to their bounds, and so the control cost is that of the clipped ones. It takes a
+time limit for an end, as the post does; --bootstrap-time-limit does not.
 
 --objective clip | none | kl-fixed | kl-adaptive takes another surrogate. With --preset paper each row of Table 1 of
-Schulman et al. 2017 (arXiv:1707.06347) is one command: that preset is the base, but that nothing anneals the learning
-rate, limits the gradient's norm or clips the value's change, and that the paper's own rule, without hinge and early
-stop, adapts beta:
+Schulman et al. 2017 (arXiv:1707.06347) is one command: that preset is the base, except that the learning rate is not
+annealed and neither the gradient's norm nor the value's change is limited; beta adapts by the paper's own rule, without
+hinge and early stop:
 
     KL > 1.5 * kl_targ:  beta *= 2        KL < kl_targ / 1.5:  beta /= 2
 
@@ -97,11 +98,11 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) there"""
     capture_video: bool = False
-    """record the evaluation episodes to RUN_DIR/videos (needs MUJOCO_GL=egl or osmesa)"""
+    """record the evaluation episodes to RUN_DIR/videos (for MuJoCo set MUJOCO_GL=egl or osmesa)"""
     num_workers: int = 0
     """processes that step the environments; 0: one for each core"""
     compile: bool = False
-    """compile the policy step and the update with torch.compile (needs a C++ compiler; a minute at the start)"""
+    """compile the update, and the policy step where that helps (needs a C++ compiler; a minute at the start)"""
     checkpoint_interval: int = 20
     """iterations between checkpoints; 0: only at the end and when stopped"""
     resume: str | None = None
@@ -140,7 +141,7 @@ class Args:
     ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
-    """weight of the value loss"""
+    """weight of the value loss (paper; the post fits the value function by itself)"""
     max_grad_norm: float = 0.0
     """largest norm of the gradient, over all parameters; 0: no limit, as in the post and the paper"""
     norm_obs: bool = True
@@ -532,13 +533,13 @@ def collect(agent, sample, envs, device, num_steps=None, num_episodes=np.inf, ru
     while len(rows) != num_steps and (playing < num_episodes).any():
         check_signals()
         taken = playing < num_episodes
-        obs = torch.tensor(envs.obs, device=device)
+        obs = torch.tensor(envs.obs, dtype=torch.float32, device=device)
         with torch.no_grad():
             actions = sample(agent.obs_norm(obs))
             env_actions = agent.to_env(actions).cpu().numpy()
         next_obs, rewards, terminated, truncated = envs.step(env_actions, taken)
         done = terminated | truncated
-        next_obs = np.where(done[:, None], envs.final_obs, next_obs)
+        next_obs = np.where(done[:, None], envs.final_obs, next_obs).astype(np.float32, copy=False)
         rows.append((obs, actions, rewards.copy(), np.float32(terminated), np.float32(done), next_obs, taken))
         if run is not None:
             run.step(envs.episodes, int(taken.sum()))
@@ -549,7 +550,7 @@ def collect(agent, sample, envs, device, num_steps=None, num_episodes=np.inf, ru
 
 
 def evaluate(agent, args, device, video_folder=None):
-    """Plays `eval_episodes` greedy episodes on fresh environments; returns their returns and lengths, as started.
+    """Plays `eval_episodes` greedy episodes on fresh environments. -> returns and lengths, in the order they began.
 
     The first so many started count, not the first finished, which would favour short ones.
     """
@@ -562,7 +563,7 @@ def evaluate(agent, args, device, video_folder=None):
         playing, started, finished = np.arange(num_envs), num_envs, {}
         while len(finished) < args.eval_episodes:
             check_signals()
-            actions = agent.act(torch.as_tensor(obs, device=device))
+            actions = agent.act(torch.as_tensor(obs, dtype=torch.float32, device=device))
             obs, _, terminated, truncated = envs.step(actions.cpu().numpy(), playing < args.eval_episodes)
             for env, episode in zip(np.flatnonzero(terminated | truncated), envs.episodes):
                 finished[playing[env]] = episode
@@ -679,7 +680,7 @@ def train(args: Args) -> dict:
             scalars["time/policy"], scalars["time/value"] = value_start - policy_start, value_end - value_start
             run.end_iteration(iteration, scalars, policy_start - rollout_start, end - policy_start)
             if args.eval_interval and iteration % args.eval_interval == 0 and run.global_step < run.budget:
-                run.log({"eval/episodic_return": np.mean(evaluate(agent, args, device)[0])})
+                run.log_evaluation(*evaluate(agent, args, device))
 
         return run.finish(*evaluate(agent, args, device, run.video_folder))
 
@@ -741,8 +742,8 @@ def check_video(env_id):
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise SystemExit(
-            f"--capture-video: {reason}. Set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or MUJOCO_GL=osmesa "
-            "(Debian's libosmesa6) before starting; moviepy encodes the frames"
+            f"--capture-video: {reason}. For MuJoCo set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or "
+            "MUJOCO_GL=osmesa (Debian's libosmesa6) before starting; moviepy encodes the frames"
         ) from None
 
 
@@ -1231,6 +1232,9 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.global_step)
 
+    def log_evaluation(self, returns, lengths):
+        self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+
     def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
         """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
         seconds = rollout_seconds + update_seconds
@@ -1286,7 +1290,7 @@ class Run:
     def finish(self, returns, lengths):
         """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
         if returns:
-            self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+            self.log_evaluation(returns, lengths)
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
         left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}

@@ -87,11 +87,11 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) there"""
     capture_video: bool = False
-    """record the evaluation episodes to RUN_DIR/videos (needs MUJOCO_GL=egl or osmesa)"""
+    """record the evaluation episodes to RUN_DIR/videos (for MuJoCo set MUJOCO_GL=egl or osmesa)"""
     num_workers: int = 0
     """processes that step the environments; 0: one for each core"""
     compile: bool = False
-    """compile the policy step and the update with torch.compile (needs a C++ compiler; a minute at the start)"""
+    """compile the update, and the policy step where that helps (needs a C++ compiler; a minute at the start)"""
     checkpoint_interval: int = 20
     """iterations between checkpoints; 0: only at the end and when stopped"""
     resume: str | None = None
@@ -522,7 +522,7 @@ def train(args: Args) -> dict:
         # The CNN's update uses every core. In the rollout a second thread would spin on a worker's core.
         update_threads = torch.get_num_threads() if agent.pixels else 1
         torch.set_num_threads(1)
-        # Faster on a CPU. On a GPU too, as the optimizer's state has the layout of the device that it was saved on.
+        # Faster on a CPU; on a GPU too, so that an optimizer's state saved on one has the other's layout of weights.
         agent.to(memory_format=torch.channels_last)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
         return_norm = RunningNorm(()).to(device)
@@ -605,7 +605,7 @@ def train(args: Args) -> dict:
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)
             if args.eval_interval and iteration % args.eval_interval == 0 and iteration < run.num_iterations:
-                run.log({"eval/episodic_return": np.mean(evaluate(agent, args, device)[0])})
+                run.log_evaluation(*evaluate(agent, args, device))
 
         return run.finish(*evaluate(agent, args, device, run.video_folder))
 
@@ -667,8 +667,8 @@ def check_video(env_id):
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise SystemExit(
-            f"--capture-video: {reason}. Set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or MUJOCO_GL=osmesa "
-            "(Debian's libosmesa6) before starting; moviepy encodes the frames"
+            f"--capture-video: {reason}. For MuJoCo set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or "
+            "MUJOCO_GL=osmesa (Debian's libosmesa6) before starting; moviepy encodes the frames"
         ) from None
 
 
@@ -1157,6 +1157,9 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.global_step)
 
+    def log_evaluation(self, returns, lengths):
+        self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+
     def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
         """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
         seconds = rollout_seconds + update_seconds
@@ -1212,7 +1215,7 @@ class Run:
     def finish(self, returns, lengths):
         """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
         if returns:
-            self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+            self.log_evaluation(returns, lengths)
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
         left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}

@@ -17,9 +17,11 @@ epochs of minibatch gradient steps on
 
     ratio      = pi(a|s) / pi_old(a|s) = exp(log pi(a|s) - log pi_old(a|s))
     L_policy   = -mean( min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A) )     no gain from leaving [1 - eps, 1 + eps]
-    L_value    = 1/2 mean( (V(s) - (V_old(s) + A))^2 )
+    L_value    = 1/2 mean( (V(s) - (V_old(s) + A))^2 )         (--clip-vloss: or, if larger, with V's change clipped)
     L          = L_policy + vf_coef * L_value - ent_coef * entropy
     A_t        = delta_t + gamma * lambda * A_{t+1},   delta_t = r_t + gamma * V(s_{t+1}) - V(s_t)     (GAE)
+
+In L_policy, not in L_value, A is normalised in each minibatch (--norm-adv).
 
 Sources: Schulman et al. 2017 (arXiv:1707.06347); "The 37 Implementation Details of PPO" (Huang et al. 2022); and the
 course report "Proximal Policy Optimization" (Vincent, Violante, Sert, Masquil; MVA 2022), whose own knobs are
@@ -86,11 +88,11 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) there"""
     capture_video: bool = False
-    """record the evaluation episodes to RUN_DIR/videos (needs MUJOCO_GL=egl or osmesa)"""
+    """record the evaluation episodes to RUN_DIR/videos (for MuJoCo set MUJOCO_GL=egl or osmesa)"""
     num_workers: int = 0
     """processes that step the environments; 0: one for each core"""
     compile: bool = False
-    """compile the policy step and the update with torch.compile (needs a C++ compiler; a minute at the start)"""
+    """compile the update, and the policy step where that helps (needs a C++ compiler; a minute at the start)"""
     checkpoint_interval: int = 20
     """iterations between checkpoints; 0: only at the end and when stopped"""
     resume: str | None = None
@@ -349,7 +351,7 @@ def update(agent, optimizer, minibatch_gradient, args, batch):
 
 
 def evaluate(agent, args, device, video_folder=None):
-    """Plays `eval_episodes` greedy episodes on fresh environments; returns their returns and lengths, as started.
+    """Plays `eval_episodes` greedy episodes on fresh environments. -> returns and lengths, in the order they began.
 
     The first so many started count, not the first finished, which would favour short ones.
     """
@@ -362,7 +364,7 @@ def evaluate(agent, args, device, video_folder=None):
         playing, started, finished = np.arange(num_envs), num_envs, {}
         while len(finished) < args.eval_episodes:
             check_signals()
-            actions = agent.act(torch.as_tensor(obs, device=device))
+            actions = agent.act(torch.as_tensor(obs, dtype=torch.float32, device=device))
             obs, _, terminated, truncated = envs.step(actions.cpu().numpy(), playing < args.eval_episodes)
             for env, episode in zip(np.flatnonzero(terminated | truncated), envs.episodes):
                 finished[playing[env]] = episode
@@ -434,7 +436,7 @@ def train(args: Args) -> dict:
                 log_probs = agent.log_prob(agent.get_mean(normed_obs), actions)  # [num_steps, num_envs], as below
                 values = agent.get_value(normed_obs)
                 next_values = torch.cat([values[1:], values[-1:]])
-                last_obs = torch.as_tensor(np.concatenate(last_obs), device=device)
+                last_obs = torch.as_tensor(np.concatenate(last_obs), dtype=torch.float32, device=device)
                 next_values[torch.as_tensor(ends, device=device)] = agent.get_value(agent.obs_norm(last_obs))
                 rewards_t, terminated_t, done_t = (torch.tensor(x, device=device) for x in (rewards, terminated, done))
                 scaled_rewards = rewards_t
@@ -463,7 +465,7 @@ def train(args: Args) -> dict:
             scalars["charts/critic_learning_rate"] = optimizer.param_groups[-1]["lr"]
             run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)
             if args.eval_interval and iteration % args.eval_interval == 0 and iteration < run.num_iterations:
-                run.log({"eval/episodic_return": np.mean(evaluate(agent, args, device)[0])})
+                run.log_evaluation(*evaluate(agent, args, device))
 
         return run.finish(*evaluate(agent, args, device, run.video_folder))
 
@@ -525,8 +527,8 @@ def check_video(env_id):
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise SystemExit(
-            f"--capture-video: {reason}. Set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or MUJOCO_GL=osmesa "
-            "(Debian's libosmesa6) before starting; moviepy encodes the frames"
+            f"--capture-video: {reason}. For MuJoCo set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or "
+            "MUJOCO_GL=osmesa (Debian's libosmesa6) before starting; moviepy encodes the frames"
         ) from None
 
 
@@ -1015,6 +1017,9 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.global_step)
 
+    def log_evaluation(self, returns, lengths):
+        self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+
     def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
         """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
         seconds = rollout_seconds + update_seconds
@@ -1070,7 +1075,7 @@ class Run:
     def finish(self, returns, lengths):
         """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
         if returns:
-            self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+            self.log_evaluation(returns, lengths)
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
         left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}

@@ -1,6 +1,6 @@
 """Draws the densities that a trained comb policy has learned, two-peaked action dimensions first.
 
-    python results/plot_comb.py RUN_DIR figures/comb-densities.png
+    python results/plot_comb.py RUN_DIR densities.png
 
 plays one episode with sampled actions. For each action dimension: left the density along the first 100 steps, right the
 density in the state where a second peak stands out most, with its mode (the greedy action) and its mean. Teeth are

@@ -29,6 +29,8 @@ class Misbehaving(gym.Env):
         self.fault, self.render_mode, self.steps = fault, render_mode, 0
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
         self.action_space = gym.spaces.Box(-bound, bound, (2,), np.float32)
+        if fault == "byte observation":
+            self.observation_space = gym.spaces.Box(0, 255, (3,), np.uint8)
         if fault == "dict observation":
             self.observation_space = gym.spaces.Dict({"point": self.observation_space})
         if discrete:
@@ -60,7 +62,12 @@ class Misbehaving(gym.Env):
         # Every source of randomness that an environment may use.
         self.point = np.array([self.np_random.normal(), np.random.normal(), random.gauss(0, 1)])
         self.point[2] += 0.1 * np.ravel(self.action_space.sample())[0]
-        return self.point.copy(), {}
+        return self.observation(), {}
+
+    def observation(self):
+        if self.fault == "byte observation":
+            return (128 + 40 * self.point).clip(0, 255).astype(np.uint8)
+        return self.point.copy()
 
     def step(self, action):
         assert self.action_space.contains(action), f"not a valid action: {action}"
@@ -78,7 +85,7 @@ class Misbehaving(gym.Env):
             time.sleep(120)
         self.point += 0.1 * self.np_random.normal(size=3)
         self.point[:2] += 0.3 * (action - 1 if np.ndim(action) == 0 else action.clip(-1, 1))
-        obs, reward = self.point.copy(), -float(np.square(self.point).sum())
+        obs, reward = self.observation(), -float(np.square(self.point).sum())
         terminated = bool(np.abs(self.point).max() > 2.5)
         if self.due("observation not finite"):
             obs[1] = np.nan
@@ -101,6 +108,8 @@ register("Healthy")
 register("InfiniteBounds", bound=np.inf)
 register("EqualBounds", bound=0.0)
 register("DictObservation", "dict observation")
+register("ByteObservation", "byte observation")
+register("DiscreteByteObservation", "byte observation", discrete=True)
 register("DiscreteAction", discrete=True)
 register("BinaryActions", "binary actions")
 register("RaiseInConstructor", "raise in constructor")

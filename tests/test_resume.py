@@ -242,7 +242,7 @@ def test_directory_of_a_run_that_saved_nothing_can_be_used_again_without_double_
 
 SCALARS = """charts/episodic_return charts/episodic_length charts/learning_rate charts/SPS losses/value_loss
 losses/policy_loss losses/entropy losses/old_approx_kl losses/approx_kl losses/clipfrac losses/explained_variance
-eval/episodic_return time/rollout time/update""".split()
+eval/episodic_return eval/episodic_length time/rollout time/update""".split()
 
 
 @every
@@ -344,7 +344,8 @@ def test_evaluation_does_not_change_the_training(module, tmp_path):
     module.train(small_args(module, tmp_path / "without", eval_episodes=0))
     module.train(small_args(module, tmp_path / "with", eval_episodes=3, eval_interval=1))
     assert differences(*(trained(load(tmp_path / name)) for name in ("without", "with"))) == []
-    assert [at for at, _ in points(tmp_path / "with")["eval/episodic_return"]] == [64, 128, 192]
+    for name in ("eval/episodic_return", "eval/episodic_length"):
+        assert [at for at, _ in points(tmp_path / "with")[name]] == [64, 128, 192]
 
 
 def test_evaluation_counts_the_first_episodes_started_whatever_the_number_of_environments(copied):

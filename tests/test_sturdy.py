@@ -536,6 +536,15 @@ def test_spaces_that_the_script_can_not_drive_are_named(tmp_path, module, env, w
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("module", [base, flagship, value_first, adaptive, recurrent, comb])
+def test_whole_numbers_as_observations_train_without_normalisation_too(module, tmp_path):
+    env_id = f"misbehaving:{'Discrete' if module is recurrent else ''}ByteObservation-v0"
+    for norm_obs in (False, True):
+        changes = {"norm_obs": norm_obs, "eval_episodes": 2, "num_workers": 1}
+        args = small_args(module, tmp_path / str(norm_obs), env_id=env_id, **changes)
+        assert module.train(args)["status"] == "finished"
+
+
 def test_infinite_action_bounds_are_fine_for_a_gaussian_unless_it_needs_them(tmp_path):
     args = small_args(base, tmp_path / "run", env_id="misbehaving:InfiniteBounds-v0")
     assert base.train(args)["status"] == "finished"
