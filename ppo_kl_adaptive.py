@@ -23,15 +23,13 @@ each update ends with, so that an iteration moves the policy by about kl_targ:
 
 Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code (the post prints the hinge with its sign
 reversed). --preset post, the default, is that post, which differs from the base in more than the idea: batches of whole
-episodes, networks sized from the task, a variance that learns faster, the time as an observation, a scaler over the
-whole run, rewards times 1 - gamma, and a value function that is fitted after the policy, to Monte-Carlo returns. Here,
-as in every script, actions are clipped to their bounds, and so the control cost is that of the clipped ones. It takes a
-time limit for an end, as the post does; --bootstrap-time-limit does not.
+episodes, networks sized from the task, a variance that learns faster, the time as an observation, a whole-run scaler,
+rewards times 1 - gamma, and a value function fitted after the policy to Monte-Carlo returns. A time limit is an end, as
+in the post (--bootstrap-time-limit: not); unlike there, environments, and so control costs, get clipped actions.
 
 --objective clip | none | kl-fixed | kl-adaptive takes another surrogate. With --preset paper each row of Table 1 of
-Schulman et al. 2017 (arXiv:1707.06347) is one command: that preset is the base, except that the learning rate is not
-annealed and neither the gradient's norm nor the value's change is limited; beta adapts by the paper's own rule, without
-hinge and early stop:
+Schulman et al. 2017 (arXiv:1707.06347) is one command: the base, but with a constant learning rate and no limit on the
+gradient's norm or the value's change. There beta adapts by the paper's own rule, without hinge and early stop:
 
     KL > 1.5 * kl_targ:  beta *= 2        KL < kl_targ / 1.5:  beta /= 2
 
