@@ -25,7 +25,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from scipy import stats
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -237,6 +237,7 @@ def draw(runs, references, axis, out):
             panel.axhline(reference["return"], color="0.35", linewidth=1, linestyle=style, label=reference["label"])
         if here:
             panel.legend(fontsize=7, loc="best", framealpha=0.6)
+        panel.xaxis.set_major_locator(MaxNLocator(7))
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.set(title=env_id, xlabel="environment steps" if axis == "steps" else "minutes", ylabel="episodic return")
         panel.grid(alpha=0.25)
