@@ -237,7 +237,7 @@ def draw(runs, references, axis, out):
             panel.axhline(reference["return"], color="0.35", linewidth=1, linestyle=style, label=reference["label"])
         if here:
             panel.legend(fontsize=7, loc="best", framealpha=0.6)
-        panel.xaxis.set_major_locator(MaxNLocator(7))
+        panel.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.set(title=env_id, xlabel="environment steps" if axis == "steps" else "minutes", ylabel="episodic return")
         panel.grid(alpha=0.25)
