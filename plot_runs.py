@@ -7,8 +7,8 @@
 One colour is one variant: the runs of one script whose flags agree but for the seed. It is named by its --exp-name and,
 where that is not enough, by the flags that tell it apart. From 5 seeds on a curve is the interquartile mean (IQM) with
 its 95% bootstrap interval; with fewer, every seed is drawn. Published results from results/references.json are dashed
-lines. The table on standard output has, over the seeds, each run's mean return of its last 100 training episodes, and
-that of its evaluation.
+lines and curves. The table on standard output has, over the seeds, each run's mean return of its last 100 training
+episodes, and that of its evaluation.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def published(references, env_id, runs):
 
 
 def draw(runs, references, axis, out):
-    """One panel an environment, one colour a variant, dashed lines for published results."""
+    """One panel an environment, one colour a variant, dashed lines for published results (over steps also curves)."""
     runs = [run for run in runs if len(run.points)]
     if not runs:
         raise SystemExit("no run has a finished episode: nothing to draw")
@@ -232,9 +232,14 @@ def draw(runs, references, axis, out):
                 (lines[variant],) = panel.plot(centres[whole], iqm(curves[:, whole]), color=colour, linewidth=1.5)
                 low, high = interval(curves[:, whole])
                 panel.fill_between(centres[whole], low, high, color=colour, alpha=0.2, linewidth=0)
-        here = published(references, env_id, runs)
+        here = [r for r in published(references, env_id, runs) if axis == "steps" or "curve" not in r]
         for reference, style in zip(here, [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2)), (0, (1, 3))] * 3):
-            panel.axhline(reference["return"], color="0.35", linewidth=1, linestyle=style, label=reference["label"])
+            look = {"color": "0.35", "linewidth": 1, "linestyle": style, "label": reference["label"]}
+            if "curve" not in reference:
+                panel.axhline(reference["return"], **look)
+            else:  # [[step, return], ...], as far as the runs reach
+                steps, returns = np.transpose(reference["curve"])
+                panel.plot(steps[steps <= longest], returns[steps <= longest], **look)
         if here:
             panel.legend(fontsize=7, loc="best", framealpha=0.6)
         panel.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
