@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -6,6 +7,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads that wait in turns are slow
 tests = Path(__file__).resolve().parent
+# A shell ignores Ctrl-C in what it starts with `&`, children inherit that, and bash can't trap what was ignored then.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [str(tests), str(tests.parent)]
 
 
