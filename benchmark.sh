@@ -200,7 +200,10 @@ declare -A running=() slot_of=()
 await_one() {
   local pid="" code=0 i
   wait -n -p pid || code=$?
-  if [[ -z ${pid:-} ]]; then return; fi
+  if [[ -z ${pid:-} ]]; then
+    if ((code != 127)); then return; fi # a signal
+    for pid in "${!running[@]}"; do break; done # no child is left: one that is still counted has ended unnoticed
+  fi
   i=${running[$pid]}
   free+=("${slot_of[$pid]}")
   unset "running[$pid]"
