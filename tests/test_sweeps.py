@@ -94,6 +94,18 @@ def test_a_stopped_sweep_goes_on(tmp_path):
         assert "stopped by SIG" in log and log.count("step 64/25600") == 1
 
 
+def test_a_run_whose_end_the_shell_missed_is_counted():
+    """After a signal at a bad moment `wait` may not know a child that has ended: waiting on would spin for ever."""
+    text = (ROOT / "benchmark.sh").read_text()
+    await_one = text[text.index("declare -A running") : text.index("\nstop() {")]
+    program = f"""{await_one}
+        directory() {{ echo run; }}; state() {{ echo finished; }}; report() {{ echo "$1"; }}
+        free=() finished=0 running=([999999]=0) slot_of=([999999]=1)
+        await_one; echo "${{#running[@]}} running, $finished finished, slot ${{free[*]}} free" """
+    output = subprocess.check_output(["bash", "-euo", "pipefail", "-c", program], text=True, timeout=LIMIT)
+    assert output.splitlines() == ["finished run", "0 running, 1 finished, slot 1 free"]
+
+
 def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
     runs, budget = tmp_path / "runs", ("--total-timesteps", "128")
     code, output = finish(sweep(runs, "Healthy", 2, *budget, options=["--dry-run"]))
