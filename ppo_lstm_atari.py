@@ -196,7 +196,8 @@ def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False):
     Atari games run as in Mnih et al. 2015 but for the frame stack: up to 30 no-ops at the start, every 4th frame (the
     maximum of two, 84 x 84, grey), an episode for each life, the reward's sign. What is reported is the whole game.
     """
-    if ":" not in env_id and env_id not in gym.registry:
+    name = env_id.removeprefix("ale_py:")
+    if ":" not in name and name not in gym.registry:
         try:
             import ale_py  # importing it registers its ids
 
@@ -206,9 +207,11 @@ def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False):
                 f"--env-id {env_id}: not one of Gymnasium's own, and Atari games can't be imported ({error}): "
                 "pip install ale-py opencv-python-headless"
             ) from None
-    if env_id in gym.registry and gym.registry[env_id].entry_point == "ale_py.env:AtariEnv":
-        preprocess = gym.wrappers.AtariPreprocessing
-        env = gym_make(env_id, eval_episodes, video_folder, preprocess, frameskip=1, obs_type="grayscale")
+    if name in gym.registry and gym.registry[name].entry_point == "ale_py.env:AtariEnv":
+        options = {"frameskip": 1, "obs_type": "grayscale"}
+        if "Backgammon" in name or "VideoCheckers" in name:  # among their own actions is no NOOP
+            options["full_action_space"] = True
+        env = gym_make(env_id, eval_episodes, video_folder, gym.wrappers.AtariPreprocessing, **options)
         env = EpisodicLife(env)
         if "FIRE" in env.unwrapped.get_action_meanings():
             env = FireReset(env)
@@ -224,7 +227,8 @@ def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False):
     obs_space, action_space = env.observation_space, env.action_space
     if not isinstance(obs_space, gym.spaces.Box) or (len(obs_space.shape) != 1 and obs_space.shape != (84, 84)):
         raise SystemExit(
-            f"--env-id {env_id}: its observation space is {obs_space}; this script needs an Atari game or a flat Box"
+            f"--env-id {env_id}: its observation space is {obs_space}; this script needs an Atari game by its whole "
+            "id (ALE/Pong-v5), or a flat Box"
         )
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         raise SystemExit(f"--env-id {env_id}: its action space is {action_space}; this script needs Discrete(n)")

@@ -283,11 +283,11 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
     """The values of two iterations, time limits and last steps included, against the step-by-step reference."""
     seen, checked = [], []
     envs_step, envs_reset, begin, gae = ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.reset, ppo.Run.begin, ppo.compute_gae
-    live = {}
+    live, update = {}, ppo.update
 
     def step(envs, actions):
         obs, rewards, terminated, truncated = envs_step(envs, actions)
-        seen.append([torch.tensor(x) for x in (obs, envs.final_obs, terminated, truncated)])
+        seen.append([torch.tensor(x) for x in (obs, envs.final_obs, rewards, terminated, truncated)])
         return obs, rewards, terminated, truncated
 
     def spy_begin(run, envs, **parts):
@@ -304,23 +304,33 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
         return live["agent"].critic(outputs[0]).squeeze(-1), state
 
     def spy_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
-        for t, (obs, final_obs, ended_well, cut) in enumerate(seen):
+        for t, (obs, final_obs, paid, ended_well, cut) in enumerate(seen):
             state = live["state"].masked_fill(live["first"][:, None], 0)
             expected, live["state"] = value(live["obs"], state)
             torch.testing.assert_close(values[t], expected, atol=1e-5, rtol=0)
             ended = ended_well | cut
+            for x, y in ((rewards, paid), (terminated, ended_well), (done, ended)):
+                assert torch.equal(x[t], y.float())
             followed = torch.where(ended[:, None], final_obs, obs)
             expected = value(followed, live["state"])[0]
             torch.testing.assert_close(next_values[t][~ended_well], expected[~ended_well], atol=1e-5, rtol=0)
             checked.append((cut & ~ended_well).sum())
             live["obs"], live["first"] = obs, ended
         seen.clear()
-        return gae(rewards, values, next_values, terminated, done, gamma, gae_lambda)
+        live["advantages"] = gae(rewards, values, next_values, terminated, done, gamma, gae_lambda)
+        live["returns"] = live["advantages"] + values
+        return live["advantages"]
+
+    def spy_update(*inputs):
+        for x, name in zip(inputs[-1][4:], ("advantages", "returns")):
+            assert torch.equal(x, live[name].flatten())
+        return update(*inputs)
 
     for name, function in {"step": step, "reset": spy_reset}.items():
         monkeypatch.setattr(ppo.SubprocVecEnv, name, function)
     monkeypatch.setattr(ppo.Run, "begin", spy_begin)
     monkeypatch.setattr(ppo, "compute_gae", spy_gae)
+    monkeypatch.setattr(ppo, "update", spy_update)
     args = ppo.Args(
         env_id="misbehaving:DiscreteAction-v0", total_timesteps=2 * 4 * 48, num_envs=4, num_steps=48, update_epochs=1,
         num_minibatches=1, num_workers=1, eval_episodes=0, cuda=False, rnn=rnn, learning_rate=1e-2,
@@ -477,7 +487,10 @@ def test_fire_starts_the_game_after_each_reset():
         env.reset()
 
 
-@pytest.mark.parametrize("env_id", ["PongNoFrameskip-v4", "BeamRiderNoFrameskip-v4", "ALE/Breakout-v5", "Freeway-v4"])
+@pytest.mark.parametrize(
+    "env_id",
+    ["PongNoFrameskip-v4", "BeamRiderNoFrameskip-v4", "ale_py:ALE/Breakout-v5", "Freeway-v4", "ALE/Backgammon-v5"],
+)
 def test_every_atari_id_gives_84_x_84_frames_and_the_sign_of_rewards(env_id):
     env = ppo.make_env(env_id, eval_episodes=3)
     wrappers, inner = [], env
@@ -485,6 +498,7 @@ def test_every_atari_id_gives_84_x_84_frames_and_the_sign_of_rewards(env_id):
         wrappers.append(type(inner).__name__)
         inner = inner.env
     assert wrappers[:2] == ["TransformReward", "EpisodicLife" if env_id == "Freeway-v4" else "FireReset"]
+    assert env.unwrapped.get_action_meanings()[0] == "NOOP"  # for the start and between lives
     wrappers = [name for name in wrappers[1:] if name != "FireReset"]
     assert wrappers[:4] == ["EpisodicLife", "RecordEpisodeStatistics", "TimeLimit", "AtariPreprocessing"]
     assert env.get_wrapper_attr("_max_episode_steps") == 27000
@@ -523,8 +537,9 @@ class Scripted:
     ]
     active = []
 
-    def __init__(self, *_):
+    def __init__(self, make, *_):
         self.t = 0
+        Scripted.make = make
 
     def __enter__(self):
         return self
@@ -562,6 +577,7 @@ def test_evaluation_carries_the_state_to_the_end_of_each_episode(rnn, monkeypatc
     act = policy.act
 
     def spy(obs, first, state, generator):
+        assert generator is not None
         actions, next_state = act(obs, first, state, generator)
         calls.append((first.tolist(), state, next_state))
         return actions, next_state
@@ -607,6 +623,7 @@ def test_missing_atari_packages_are_one_line(package, words, monkeypatch):
         ({"env_id": "Pendulum-v1"}, ["Pendulum-v1", "Box", "Discrete"]),
         ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "Discrete(16)", "flat Box"]),
         ({"env_id": "BreakoutNoFrameskip-v5"}, ["BreakoutNoFrameskip-v5"]),
+        ({"env_id": "ALE/Pong"}, ["ALE/Pong", "whole id"]),
     ],
     ids=str,
 )
@@ -628,3 +645,13 @@ def test_hidden_velocities_are_zero_and_the_rest_is_as_it_was(env_id, positions)
     shown = np.isin(np.arange(len(obs)), positions)
     assert (obs[shown] == whole[shown]).all() and (obs[~shown] == 0).all() and (whole[~shown] != 0).all()
     assert obs.dtype == whole.dtype
+
+
+def test_evaluation_hides_the_velocities_too(monkeypatch):
+    monkeypatch.setattr(ppo, "SubprocVecEnv", Scripted)
+    monkeypatch.setattr(Scripted, "active", [])
+    args = ppo.Args(env_id="CartPole-v1", mask_velocity=True, num_envs=2, eval_episodes=5)
+    ppo.evaluate(agent(), args, torch.device("cpu"))
+    env = Scripted.make()
+    env.reset(seed=1)
+    assert (env.step(1)[0][[1, 3]] == 0).all()
