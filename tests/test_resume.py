@@ -255,6 +255,10 @@ def test_curves_hold_every_scalar_and_every_episode(module, runs):
     assert len(curves["charts/episodic_return"]) == len(load(runs[module])["recent_returns"]) > 4
     np.testing.assert_allclose([x for _, x in curves["charts/episodic_return"]], load(runs[module])["recent_returns"])
     assert [at for at, _ in curves["eval/episodic_return"]] == [192]
+    args = load(runs[module])["args"]
+    if args["anneal_lr"]:
+        left = [x / args["learning_rate"] for _, x in curves["charts/learning_rate"]]
+        np.testing.assert_allclose(left, [1, 2 / 3, 1 / 3], rtol=1e-6)
 
 
 # Files
