@@ -65,10 +65,7 @@ suite() {
         --num-envs 4 --num-steps 1024 --num-minibatches 64 --no-norm-obs --no-norm-reward
       ;;
     humanoid)
-      sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 1000000 --num-steps 128 \
-        --num-minibatches 16 --update-epochs 5 --reward-scale 0.04 --entropy-mean --init-concentration 11
-      sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 1 --total-timesteps 1000000 --num-steps 128 \
-        --num-minibatches 16 --update-epochs 5 --entropy-mean
+      sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 1000000
       ;;
     comb)
       local walkers="HalfCheetah-v5 Hopper-v5 Walker2d-v5"

@@ -107,21 +107,21 @@ class Args:
     """id of a Gymnasium environment, or module:id"""
     total_timesteps: int = 10_000_000
     """environment steps in all, summed over environments"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """Adam's learning rate"""
-    num_envs: int = 32
+    num_envs: int = 64
     """environments stepped side by side"""
-    num_steps: int = 1000
+    num_steps: int = 64
     """steps of each environment in an iteration"""
     anneal_lr: bool = True
     """lower the learning rate linearly to 0"""
-    gamma: float = 0.99
+    gamma: float = 0.995
     """discount factor"""
     gae_lambda: float = 0.95
     """lambda of generalized advantage estimation"""
-    num_minibatches: int = 64
+    num_minibatches: int = 4
     """minibatches an epoch"""
-    update_epochs: int = 10
+    update_epochs: int = 2
     """passes over the batch in an iteration"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
@@ -129,40 +129,87 @@ class Args:
     """epsilon of the clipped surrogate objective"""
     clip_vloss: bool = False
     """clip the value's change too, by the same epsilon (37 details, 9)"""
-    ent_coef: float = 0.05
+    ent_coef: float = 0.0
     """weight of the entropy bonus"""
     vf_coef: float = 0.3
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = 3.5
     """largest norm of the gradient, over all parameters"""
     target_kl: float | None = None
     """stop the update after an epoch whose mean KL exceeds this"""
     norm_obs: bool = True
     """normalise observations by running statistics and clip them at 10"""
-    norm_reward: bool = False
+    norm_reward: bool = True
     """divide rewards by the running standard deviation of the discounted return and clip them at 10"""
 
+    preset: str = "default"
+    """default or paper: whose values the flags have that are not given"""
     window: int = 8
     """states that the policy sees: the current one and those just before it, with the actions between them"""
     interleave: bool = True
     """put the actions between the states; without, the window holds states only (ablation)"""
     state_coef: float = 0.1
     """weight of the state-prediction loss; 0: no prediction (ablation)"""
-    reward_scale: float = 0.25
-    """factor on the rewards, to keep value targets under 20 (paper, 3.1)"""
+    reward_scale: float = 1.0
+    """factor on the rewards, to keep value targets under 20 where they are not normalised (paper, 3.1)"""
     hidden_size: int = 64
-    """width of every layer; the paper does not say (64 leaves a CPU's time to the environments)"""
+    """width of every layer (64 leaves a CPU's time to the environments)"""
+    beta_head: str = "mode"
+    """what the head gives of each action's Beta: mode (and concentration), or alpha (and beta), as in the paper"""
+    init_std: float = 0.15
+    """noise of the first actions, whose bounds are -1 and 1"""
     entropy_mean: bool = False
-    """mean of the entropy over the action dimensions instead of their sum; the paper does not say which (on Humanoid-v5
-    both learned alike for 150 k steps)"""
-    init_concentration: float = 61.0
-    """alpha and beta of every action's Beta at the start (at least 1.01); the paper does not say (with 61, a noise of
-    0.09 on [-1, 1], h1hand-walk-v0 went on learning where 11 and 1.7 stalled)"""
+    """mean of the entropy over the action dimensions instead of their sum"""
+    pose_actions: bool = True
+    """HumanoidBench: actions in radians from the robot's first pose, instead of fractions of each joint's range"""
+
+    # What --preset puts in place of the defaults above. The paper leaves its learning rate, width, entropy and head
+    # open; these are its authors' code's, but that the learning rate ends there at 1e-5.
+    presets = {
+        "default": {},
+        "paper": {
+            "preset": "paper",
+            "learning_rate": 4e-5,
+            "num_envs": 32,
+            "num_steps": 1000,
+            "gamma": 0.99,
+            "num_minibatches": 64,
+            "update_epochs": 10,
+            "ent_coef": 0.05,
+            "max_grad_norm": 0.5,
+            "norm_reward": False,
+            "reward_scale": 0.25,
+            "hidden_size": 512,
+            "beta_head": "alpha",
+            "init_std": 0.48,
+            "entropy_mean": True,
+            "pose_actions": False,
+        },
+    }
 
 
-def make_env(env_id, eval_episodes=0, video_folder=None):
+class PoseActions(gym.ActionWrapper):
+    """HumanoidBench's actions as radians from the robot's first pose: 0 holds it, 1 is a radian beyond.
+
+    HumanoidBench's own are targets for the joints, as fractions of their ranges: 0 is the middle of them all, a pose
+    that falls, and the same noise turns a hip by four times the angle of an ankle.
+    """
+
+    def __init__(self, env):
+        super().__init__(env)
+        robot = env.unwrapped
+        robot.set_state(robot.model.key_qpos[robot.keyframe], robot.init_qvel)
+        self.pose, self.low, self.high = robot.data.actuator_length.copy(), robot.action_low, robot.action_high
+
+    def action(self, action):
+        return np.clip(2 * (self.pose + action - self.low) / (self.high - self.low) - 1, -1, 1)
+
+
+def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
     """One environment; exits with one line if this script can't drive it."""
     env = gym_make(env_id, eval_episodes, video_folder)
+    if pose_actions and str(env.spec.entry_point).startswith("humanoid_bench"):
+        env = PoseActions(env)
     for name, space in (("observation", env.observation_space), ("action", env.action_space)):
         if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
             raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; this script needs a flat Box")
@@ -267,7 +314,7 @@ class Agent(nn.Module):
     def __init__(self, observation_space, action_space, args):
         super().__init__()
         obs_dim, act_dim, size = observation_space.shape[0], action_space.shape[0], args.hidden_size
-        self.window, self.interleave = args.window, args.interleave
+        self.window, self.interleave, self.beta_head = args.window, args.interleave, args.beta_head
         self.obs_norm = RunningNorm(obs_dim) if args.norm_obs else nn.Identity()
         self.state_encoder = mlp(obs_dim, size, size)
         self.action_encoder = mlp(act_dim, size, size)
@@ -275,9 +322,12 @@ class Agent(nn.Module):
         for name, parameter in self.gru.named_parameters():
             nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
         self.actor = mlp(size, size, 2 * act_dim, output_std=0.01)
-        # softplus(bias) + 1 = init_concentration. What decides is the noise that the first actions carry: a Beta(c, c)
-        # on [-1, 1] has standard deviation 1 / sqrt(2 c + 1).
-        nn.init.constant_(self.actor[-1].bias, np.log(np.expm1(args.init_concentration - 1)))
+        # On [-1, 1] a Beta(1 + c / 2, 1 + c / 2), of concentration c, has standard deviation 1 / sqrt(c + 3).
+        concentration = 1 / args.init_std**2 - 3
+        if self.beta_head == "mode":
+            nn.init.constant_(self.actor[-1].bias[act_dim:], np.log(concentration))
+        else:
+            nn.init.constant_(self.actor[-1].bias, np.log(np.expm1(concentration / 2)))
         self.critic = mlp(size, size, 1, output_std=1.0)
         self.decoder = mlp(size, size, obs_dim, output_std=1.0)
         self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
@@ -293,7 +343,12 @@ class Agent(nn.Module):
             last = 2 * age
         outputs, _ = self.gru(tokens)  # causal: the padding behind the last token changes nothing before it
         output = outputs[torch.arange(len(last), device=last.device), last]  # after the current state, [B, hidden_size]
-        alpha, beta = (nn.functional.softplus(self.actor(output)) + 1).chunk(2, -1)
+        if self.beta_head == "mode":
+            mode, concentration = self.actor(output).chunk(2, -1)
+            mode, concentration = mode.sigmoid(), concentration.exp()
+            alpha, beta = 1 + concentration * mode, 1 + concentration * (1 - mode)
+        else:
+            alpha, beta = (nn.functional.softplus(self.actor(output)) + 1).chunk(2, -1)
         return alpha, beta, self.critic(output).squeeze(-1), outputs
 
     def predict(self, outputs):
@@ -450,7 +505,7 @@ def evaluate(agent, args, device, video_folder=None):
     if args.eval_episodes == 0:
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, args.eval_episodes)
-    make = partial(make_env, args.env_id, args.eval_episodes, video_folder)
+    make = partial(make_env, args.env_id, args.eval_episodes, video_folder, args.pose_actions)
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
         obs = envs.reset()
         memory, first = agent.memory(num_envs), np.ones(num_envs, bool)
@@ -469,14 +524,17 @@ def evaluate(agent, args, device, video_folder=None):
 def train(args: Args) -> dict:
     """Trains (or, with a budget of 0, only evaluates) and returns what the run's result.json (eval.json) holds."""
     check_args(args)
-    for name, least in (("window", 1), ("hidden_size", 1), ("init_concentration", 1.01)):
-        if getattr(args, name) < least:
-            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {least}")
+    for name in ("window", "hidden_size"):
+        if getattr(args, name) < 1:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least 1")
+    if not 0 < args.init_std < 0.57:
+        raise SystemExit(f"--init-std {args.init_std}: must be above 0 and below 0.57, that of uniform actions")
+    for name, choices in (("preset", args.presets), ("beta_head", ("mode", "alpha"))):
+        if getattr(args, name) not in choices:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be one of {', '.join(choices)}")
     num_envs = args.num_envs if args.total_timesteps else 1
-    with (
-        Run(args) as run,
-        SubprocVecEnv(partial(make_env, args.env_id), num_envs, args.num_workers, run.env_seed) as envs,
-    ):
+    make = partial(make_env, args.env_id, pose_actions=args.pose_actions)
+    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
         # The update uses every core. In the rollout a second thread would spin on a worker's core.
         update_threads = torch.get_num_threads()

@@ -24,6 +24,29 @@ def test_trains_and_evaluates(env_id, tmp_path, capfd):
     assert len(printed) == 4 and printed[-1].startswith("finished")  # the plan, two iterations; no word of theirs
 
 
+@pytest.mark.parametrize("env_id", ["h1hand-walk-v0", "h1hand-sit_hard-v0", "h1-walk-v0"])
+def test_pose_actions_are_radians_from_the_first_pose(env_id):
+    """What the joints (of two fingers: the tendons) are told to do, after actions of -1, 0, 0.1 and 1."""
+    env = ppo.make_env(env_id)
+    robot = env.unwrapped
+    env.reset(seed=1)
+    pose = robot.data.actuator_length.copy()  # but for noise of 0.01 in every joint
+    env.step(np.zeros(env.action_space.shape, np.float32))
+    held = robot.data.ctrl.copy()
+    limits = robot.model.actuator_ctrlrange.T
+    np.testing.assert_allclose(held, np.clip(pose, *limits), atol=0.025)
+    for action in (-1, 0.1, 1):
+        env.step(np.full(env.action_space.shape, action, np.float32))
+        np.testing.assert_allclose(robot.data.ctrl, np.clip(env.get_wrapper_attr("pose") + action, *limits), atol=1e-5)
+
+
+def test_without_pose_actions_the_benchmark_gets_them_as_they_are():
+    env = ppo.make_env("h1-walk-v0", pose_actions=False)
+    env.reset(seed=1)
+    env.step(np.zeros(19, np.float32))
+    np.testing.assert_allclose(env.unwrapped.data.ctrl, env.unwrapped.model.actuator_ctrlrange.mean(1), atol=1e-6)
+
+
 def test_a_worker_can_hold_more_environments_than_files_may_usually_be_open():
     make = partial(ppo.make_env, "h1hand-walk-v0")  # each keeps 72 mesh files open; the usual limit is 1024
     with ppo.SubprocVecEnv(make, 16, 1, 1) as envs:

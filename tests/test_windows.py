@@ -85,11 +85,16 @@ def slow_forward(policy, states, actions):
         if policy.interleave and j < len(actions):
             tokens.append(policy.action_encoder(2 * actions[j] - 1))
     outputs, _ = policy.gru(torch.stack(tokens)[None])
-    alpha, beta = (torch.nn.functional.softplus(policy.actor(outputs[0, -1])) + 1).chunk(2)
+    head = policy.actor(outputs[0, -1])
+    if policy.beta_head == "alpha":
+        alpha, beta = (1 + (1 + head.exp()).log()).chunk(2)
+    else:
+        weight, concentration = 1 / (1 + (-head[:ACT_DIM]).exp()), head[ACT_DIM:].exp()
+        alpha, beta = 1 + concentration * weight, 1 + concentration * (1 - weight)
     return alpha, beta, policy.critic(outputs[0, -1])[0], outputs[0]
 
 
-@pytest.mark.parametrize("flags", [{}, {"interleave": False}, {"window": 1}, {"window": 2}])
+@pytest.mark.parametrize("flags", [{}, {"beta_head": "alpha"}, {"interleave": False}, {"window": 1}, {"window": 2}])
 def test_padding_is_inert(flags):
     policy = agent(**flags)
     window = policy.window
@@ -162,12 +167,27 @@ def test_actions_at_the_edges_have_finite_log_probs_and_gradients():
     assert (policy.to_env(x) >= policy.low).all() and (policy.to_env(x) <= policy.high).all()
 
 
-@pytest.mark.parametrize("concentration", [1.7, 11.0, 61.0])
-def test_initial_concentration(concentration):
-    policy = ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(init_concentration=concentration))
-    alpha, beta, _, _ = policy(torch.zeros(1, 8, OBS_DIM), torch.zeros(1, 7, ACT_DIM), torch.tensor([7]))
-    torch.testing.assert_close(alpha, torch.full_like(alpha, concentration), rtol=0.05, atol=0)
-    torch.testing.assert_close(beta, torch.full_like(beta, concentration), rtol=0.05, atol=0)
+@pytest.mark.parametrize("beta_head", ["mode", "alpha"])
+@pytest.mark.parametrize("init_std", [0.05, 0.15, 0.48])
+def test_noise_of_the_first_actions(beta_head, init_std):
+    torch.manual_seed(0)
+    policy = ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(beta_head=beta_head, init_std=init_std))
+    windows = torch.randn(64, 8, OBS_DIM), torch.rand(64, 7, ACT_DIM), torch.full((64,), 7)
+    noise = torch.distributions.Beta(*policy(*windows)[:2])
+    torch.testing.assert_close(2 * noise.stddev, torch.full((64, ACT_DIM), init_std), rtol=0.05, atol=0)
+    torch.testing.assert_close(noise.mean, torch.full((64, ACT_DIM), 0.5), rtol=0, atol=0.02)
+
+
+def test_the_head_gives_the_mode_of_the_beta():
+    policy = agent()
+    with torch.no_grad():
+        policy.actor[-1].bias.copy_(torch.tensor([0.3, -1.2, 2.0, 0.5]))
+        policy.actor[-1].weight.zero_()
+        alpha, beta, _, _ = policy(torch.zeros(1, 8, OBS_DIM), torch.zeros(1, 7, ACT_DIM), torch.tensor([7]))
+    x = torch.linspace(0, 1, 10_001, dtype=torch.float64)[1:-1, None]
+    densest = x[torch.distributions.Beta(alpha.double(), beta.double()).log_prob(x).argmax(0), 0]
+    torch.testing.assert_close(densest.float(), torch.tensor([0.3, -1.2]).sigmoid(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(alpha + beta - 2, torch.tensor([[2.0, 0.5]]).exp(), rtol=1e-5, atol=0)
 
 
 def test_greedy_actions_are_the_mean_of_the_remembered_window():
@@ -212,7 +232,7 @@ def test_evaluation_says_where_episodes_begin(monkeypatch):
     assert sum(map(sum, ends[:-1])) >= 3 and len({id(memory) for _, memory in calls}) == 1
 
 
-@pytest.mark.parametrize("flags", [{}, {"interleave": False}, {"window": 1}])
+@pytest.mark.parametrize("flags", [{}, {"beta_head": "alpha"}, {"interleave": False}, {"window": 1}])
 def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
     ratios = record_ratios(ppo)
     args = ppo.Args(
