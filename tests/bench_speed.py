@@ -98,7 +98,7 @@ def load(script):
 
 
 def draw_actions(space, steps, num_envs, concentration, seed):
-    """[steps, num_envs, act_dim] from Beta(c, c) on the bounds: 1 is uniform, 61 what the flagship starts with."""
+    """[steps, num_envs, act_dim] from Beta(c, c) on the bounds: 1 is uniform, 22 what the flagship starts with."""
     import numpy as np
 
     x = np.random.default_rng(seed).beta(concentration, concentration, (steps, num_envs, *space.shape))
@@ -304,7 +304,7 @@ def flagship(args):
     batch_size, contenders, rows, shares = NUM_ENVS * num_steps, {}, [], {}
     flags = f"--num-envs {NUM_ENVS} --num-steps {num_steps} --num-minibatches 8 --no-cuda"
     flags += f" --num-workers {args.num_workers}"
-    # Without learning the policy keeps its initial noise, close to Beta(61, 61): the bare loops can draw the same.
+    # Without learning the policy keeps its initial noise, close to Beta(22, 22): the bare loops can draw the same.
     flags += f" --hidden-size 64 --learning-rate 0 --total-timesteps {batch_size * iterations}"
     for env_id in ("h1hand-walk-v0", "Humanoid-v5"):
         humanoid_bench = env_id.startswith("h1")
@@ -320,7 +320,7 @@ def flagship(args):
             rows.append((name, None, None))
             rows.append((f"rollout of {name}", f"bare loops, {env_id}", None if flag or not humanoid_bench else 0.9))
         # The same steps of the episodes as in the iterations that count: those after the first.
-        contenders[f"bare loops, {env_id}"] = partial(bare, script, env_id, num_steps, num_steps * (iterations - 1), 61)
+        contenders[f"bare loops, {env_id}"] = partial(bare, script, env_id, num_steps, num_steps * (iterations - 1), 22)
     speeds = compare(args.rounds, contenders)
     print(f"## flagship on the CPU: {NUM_ENVS} environments x {num_steps} steps, width 64, 8 minibatches\n")
     for name, values in shares.items():
