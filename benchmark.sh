@@ -47,7 +47,7 @@ sweep() {
 }
 
 # The suites: the runs behind the tables of results/README.md.
-suites="base base-report humanoid comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent"
+suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent interleaved interleaved-ablations"
 suite() {
   case $1 in
     base)
@@ -63,9 +63,6 @@ suite() {
       sweep "${here}ppo_mlp_gaussian.py" Pendulum-v1 5 "${short[@]}" \
         --scale-actions --learning-rate 1e-3 --gamma 0.9 --no-clip-vloss \
         --num-envs 4 --num-steps 1024 --num-minibatches 64 --no-norm-obs --no-norm-reward
-      ;;
-    humanoid)
-      sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 1000000
       ;;
     comb)
       local walkers="HalfCheetah-v5 Hopper-v5 Walker2d-v5"
@@ -130,6 +127,23 @@ suite() {
         sweep "${here}ppo_lstm_atari.py" "BreakoutNoFrameskip-v4 BeamRiderNoFrameskip-v4" 1 --rnn "$cell" \
           --total-timesteps 1000000 --eval-episodes 30
         sweep "${here}ppo_lstm_atari.py" CartPole-v1 10 --rnn "$cell" "${masked[@]}"
+      done
+      ;;
+    interleaved)
+      local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py
+      sweep "$flagship" h1hand-walk-v0 3
+      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1
+      sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000
+      sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000
+      # the base as it is, and in the setting of HumanoidBench's own PPO
+      sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000
+      sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000 --num-envs 4 --num-steps 2048 --num-minibatches 16 \
+        --learning-rate 3e-5 --no-anneal-lr --no-norm-obs --no-norm-reward --no-clip-vloss --vf-coef 1
+      ;;
+    interleaved-ablations) # what the flagship is made of, and its actions as the benchmark has them
+      local part
+      for part in "" "--window 1" --no-interleave "--state-coef 0" "--beta-head alpha" --no-pose-actions; do
+        sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 $part
       done
       ;;
     *) die "no suite '$1' (nor a script, which ends in .py); the suites: $suites" ;;

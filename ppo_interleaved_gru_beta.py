@@ -35,9 +35,6 @@ less of beta moves the mean by 0.2 standard deviations; a unit more of the mode'
 Beyond the idea it differs from the base in these settings, one network for policy and value, and the whole squared
 error of the value, unclipped.
 
-Result:  Humanoid-v5, 1 M steps with the flags of `./benchmark.sh humanoid`: mean return of the last 100 episodes 1260
-         (three seeds: 1230, 1007, 1542).
-
 Run:     python ppo_interleaved_gru_beta.py --env-id Humanoid-v5      (or h1hand-walk-v0, with HumanoidBench)
 Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
 """

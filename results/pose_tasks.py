@@ -1,0 +1,16 @@
+"""HumanoidBench's tasks with the flagship's actions, radians from the robot's first pose, for the other scripts.
+
+python ppo_mlp_gaussian.py --env-id results.pose_tasks:h1-walk-pose-v0
+"""
+
+import gymnasium as gym
+
+from ppo_interleaved_gru_beta import PoseActions
+
+
+def make(task, render_mode=None):
+    return PoseActions(gym.make(f"humanoid_bench.tasks:{task}", render_mode=render_mode, disable_env_checker=True))
+
+
+for task in ("h1-walk", "h1hand-walk"):
+    gym.register(f"{task}-pose-v0", make, max_episode_steps=1000, kwargs={"task": f"{task}-v0"})
