@@ -145,6 +145,10 @@ suite() {
       for part in "" "--window 1" --no-interleave "--state-coef 0" "--beta-head alpha" --no-pose-actions; do
         sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 $part
       done
+      # the base's Gaussian in the flagship's setting
+      sweep "${here}ppo_mlp_gaussian.py" results.pose_tasks:h1-walk-pose-v0 3 --total-timesteps 1000000 --num-envs 32 \
+        --num-steps 64 --num-minibatches 2 --update-epochs 2 --learning-rate 2e-3 --gamma 0.995 --max-grad-norm 3.5 \
+        --no-clip-vloss --fixed-std 0.15
       ;;
     *) die "no suite '$1' (nor a script, which ends in .py); the suites: $suites" ;;
   esac

@@ -1,7 +1,4 @@
-"""HumanoidBench's tasks with the flagship's actions, radians from the robot's first pose, for the other scripts.
-
-python ppo_mlp_gaussian.py --env-id results.pose_tasks:h1-walk-pose-v0
-"""
+"""HumanoidBench with the flagship's actions for the other scripts: --env-id results.pose_tasks:h1-walk-pose-v0"""
 
 import gymnasium as gym
 
