@@ -25,9 +25,9 @@ MLP gives the policy and another the value; from its output after each a_j a dec
 
 Source: Luo and Miao, "Improving the Representation Learning Ability of PPO Algorithm by Interleaving States and
 Actions" (HumanoidBench). --preset paper has its settings: alpha, beta = 1 + softplus(head(h_15)), much noise at the
-start, rounds of 32000 steps and 10 passes over each. With them the robots fall. What made them walk, beside a longer
-horizon: little noise, as strong in every joint, around the pose that they start in (`PoseActions`), and rounds of 4096
-steps with two passes of large steps (from Sample Factory's settings for MuJoCo).
+start, rounds of 32000 steps and 10 passes over each. The defaults differ: a longer horizon; little noise, as strong in
+every joint, around the pose that the robot starts in (`PoseActions`); rounds of 2048 steps with two passes of large
+steps, nearly as in Sample Factory's settings for MuJoCo.
 
 The Beta's mode as an output matters where the noise is small. Of a Beta(60, 60) a unit more of the logits of alpha and
 less of beta moves the mean by 0.2 standard deviations; a unit more of the mode's by 5.
@@ -113,9 +113,9 @@ class Args:
     """id of a Gymnasium environment, or module:id"""
     total_timesteps: int = 10_000_000
     """environment steps in all, summed over environments"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Adam's learning rate"""
-    num_envs: int = 64
+    num_envs: int = 32
     """environments stepped side by side"""
     num_steps: int = 64
     """steps of each environment in an iteration"""
@@ -125,7 +125,7 @@ class Args:
     """discount factor"""
     gae_lambda: float = 0.95
     """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
+    num_minibatches: int = 2
     """minibatches an epoch"""
     update_epochs: int = 2
     """passes over the batch in an iteration"""
@@ -135,7 +135,7 @@ class Args:
     """epsilon of the clipped surrogate objective"""
     clip_vloss: bool = False
     """clip the value's change too, by the same epsilon (37 details, 9)"""
-    ent_coef: float = 0.0
+    ent_coef: float = 0.001
     """weight of the entropy bonus"""
     vf_coef: float = 0.3
     """weight of the value loss"""
@@ -176,7 +176,6 @@ class Args:
         "paper": {
             "preset": "paper",
             "learning_rate": 4e-5,
-            "num_envs": 32,
             "num_steps": 1000,
             "gamma": 0.99,
             "num_minibatches": 64,
