@@ -176,6 +176,7 @@ class Args:
         "paper": {
             "preset": "paper",
             "learning_rate": 4e-5,
+            "num_envs": 32,
             "num_steps": 1000,
             "gamma": 0.99,
             "num_minibatches": 64,
@@ -213,7 +214,7 @@ class PoseActions(gym.ActionWrapper):
 def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
     """One environment; exits with one line if this script can't drive it."""
     env = gym_make(env_id, eval_episodes, video_folder)
-    if pose_actions and str(env.spec.entry_point).startswith("humanoid_bench"):
+    if pose_actions and env.spec.kwargs.get("control") == "pos":  # HumanoidBench's g1 takes torques
         env = PoseActions(env)
     for name, space in (("observation", env.observation_space), ("action", env.action_space)):
         if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:

@@ -40,10 +40,11 @@ def test_pose_actions_are_radians_from_the_first_pose(env_id):
         np.testing.assert_allclose(robot.data.ctrl, np.clip(env.get_wrapper_attr("pose") + action, *limits), atol=1e-5)
 
 
-def test_without_pose_actions_the_benchmark_gets_them_as_they_are():
-    env = ppo.make_env("h1-walk-v0", pose_actions=False)
+@pytest.mark.parametrize("env_id, pose_actions", [("h1-walk-v0", False), ("g1-walk-v0", True)])
+def test_torques_and_without_the_flag_positions_stay_as_they_are(env_id, pose_actions):
+    env = ppo.make_env(env_id, pose_actions=pose_actions)
     env.reset(seed=1)
-    env.step(np.zeros(19, np.float32))
+    env.step(np.zeros(env.action_space.shape, np.float32))
     np.testing.assert_allclose(env.unwrapped.data.ctrl, env.unwrapped.model.actuator_ctrlrange.mean(1), atol=1e-6)
 
 
