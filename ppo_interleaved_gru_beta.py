@@ -17,7 +17,7 @@ of the episode. Encoders (MLPs) embed states and actions; a two-layer GRU reads 
 MLP gives the policy and another the value; from its output after each a_j a decoder predicts s_{j+1}:
 
     h_1, ..., h_15 = GRU(e_s(s_{t-7}), e_a(a_{t-7}), ..., e_a(a_{t-1}), e_s(s_t))
-    m, c           = sigmoid(head_1(h_15)), exp(head_2(h_15))                     mode and concentration
+    m              = sigmoid(head(h_15))                                          the mode; a learned c apart
     x              ~ Beta(1 + c m, 1 + c (1 - m)),  action = low + x * (high - low)
     V(s_t)         = value(h_15)
     L_state        = mean_j (decoder(h after a_j) - s_{j+1})^2, on normalised states
@@ -27,10 +27,11 @@ Source: Luo and Miao, "Improving the Representation Learning Ability of PPO Algo
 Actions" (HumanoidBench). --preset paper has its settings: alpha, beta = 1 + softplus(head(h_15)), much noise at the
 start, rounds of 32000 steps and 10 passes over each. The defaults differ: a longer horizon; little noise, as strong in
 every joint, around the pose that the robot starts in (`PoseActions`); rounds of 2048 steps with two passes of large
-steps, nearly as in Sample Factory's settings for MuJoCo.
+steps, nearly as in Sample Factory's settings for MuJoCo; and no steps spent on a robot that lies there (`EndStalled`).
 
 The Beta's mode as an output matters where the noise is small. Of a Beta(60, 60) a unit more of the logits of alpha and
-less of beta moves the mean by 0.2 standard deviations; a unit more of the mode's by 5.
+less of beta moves the mean by 0.2 standard deviations; a unit more of the mode's by 5. The concentration c is the same
+in every state, as the Gaussian's standard deviation usually is: where the network gives it, the noise shrinks early.
 
 Beyond the idea it differs from the base in these settings, one network for policy and value, and the whole squared
 error of the value, unclipped.
@@ -161,13 +162,15 @@ class Args:
     hidden_size: int = 64
     """width of every layer (64 leaves a CPU's time to the environments)"""
     beta_head: str = "mode"
-    """what the head gives of each action's Beta: mode (and concentration), or alpha (and beta), as in the paper"""
+    """what the network gives of each action's Beta: its mode, or alpha and beta, as in the paper"""
     init_std: float = 0.15
     """noise of the first actions, whose bounds are -1 and 1"""
     entropy_mean: bool = False
     """mean of the entropy over the action dimensions instead of their sum"""
     pose_actions: bool = True
     """HumanoidBench: actions in radians from the robot's first pose, instead of fractions of each joint's range"""
+    stall_steps: int = 20
+    """HumanoidBench: end a training episode after so many steps without reward, below 0.01 each; 0: don't"""
 
     # What --preset puts in place of the defaults above. The paper leaves its learning rate, width, entropy and head
     # open; these are its authors' code's, but that the learning rate ends there at 1e-5.
@@ -190,6 +193,7 @@ class Args:
             "init_std": 0.48,
             "entropy_mean": True,
             "pose_actions": False,
+            "stall_steps": 0,
         },
     }
 
@@ -211,11 +215,35 @@ class PoseActions(gym.ActionWrapper):
         return np.clip(2 * (self.pose + action - self.low) / (self.high - self.low) - 1, -1, 1)
 
 
-def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
+class EndStalled(gym.Wrapper):
+    """Truncates an episode after `stall_steps` steps in a row whose rewards are below 0.01 (in absolute value).
+
+    A robot of HumanoidBench that has fallen on its hands may lie there to the time limit, for nothing, and most of the
+    rollouts are then of that. As after any time limit the state is worth what V says, so the task stays the same.
+    """
+
+    def __init__(self, env, stall_steps):
+        super().__init__(env)
+        self.stall_steps, self.stalled = stall_steps, 0
+
+    def reset(self, **kwargs):
+        self.stalled = 0
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.stalled = self.stalled + 1 if abs(reward) < 0.01 else 0
+        return obs, reward, terminated, truncated or self.stalled >= self.stall_steps, info
+
+
+def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):
     """One environment; exits with one line if this script can't drive it."""
     env = gym_make(env_id, eval_episodes, video_folder)
-    if pose_actions and env.spec.kwargs.get("control") == "pos":  # HumanoidBench's g1 takes torques
+    control = env.spec.kwargs.get("control")  # pos, torque for HumanoidBench's g1, None elsewhere
+    if pose_actions and control == "pos":
         env = PoseActions(env)
+    if stall_steps and control:
+        env = EndStalled(env, stall_steps)
     for name, space in (("observation", env.observation_space), ("action", env.action_space)):
         if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
             raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; this script needs a flat Box")
@@ -327,12 +355,13 @@ class Agent(nn.Module):
         self.gru = nn.GRU(size, size, num_layers=2, batch_first=True)
         for name, parameter in self.gru.named_parameters():
             nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
-        self.actor = mlp(size, size, 2 * act_dim, output_std=0.01)
         # On [-1, 1] a Beta(1 + c / 2, 1 + c / 2), of concentration c, has standard deviation 1 / sqrt(c + 3).
         concentration = 1 / args.init_std**2 - 3
         if self.beta_head == "mode":
-            nn.init.constant_(self.actor[-1].bias[act_dim:], np.log(concentration))
+            self.actor = mlp(size, size, act_dim, output_std=0.01)
+            self.log_concentration = nn.Parameter(torch.full((act_dim,), float(np.log(concentration))))
         else:
+            self.actor = mlp(size, size, 2 * act_dim, output_std=0.01)
             nn.init.constant_(self.actor[-1].bias, np.log(np.expm1(concentration / 2)))
         self.critic = mlp(size, size, 1, output_std=1.0)
         self.decoder = mlp(size, size, obs_dim, output_std=1.0)
@@ -350,8 +379,7 @@ class Agent(nn.Module):
         outputs, _ = self.gru(tokens)  # causal: the padding behind the last token changes nothing before it
         output = outputs[torch.arange(len(last), device=last.device), last]  # after the current state, [B, hidden_size]
         if self.beta_head == "mode":
-            mode, concentration = self.actor(output).chunk(2, -1)
-            mode, concentration = mode.sigmoid(), concentration.exp()
+            mode, concentration = self.actor(output).sigmoid(), self.log_concentration.exp()
             alpha, beta = 1 + concentration * mode, 1 + concentration * (1 - mode)
         else:
             alpha, beta = (nn.functional.softplus(self.actor(output)) + 1).chunk(2, -1)
@@ -530,16 +558,16 @@ def evaluate(agent, args, device, video_folder=None):
 def train(args: Args) -> dict:
     """Trains (or, with a budget of 0, only evaluates) and returns what the run's result.json (eval.json) holds."""
     check_args(args)
-    for name in ("window", "hidden_size"):
-        if getattr(args, name) < 1:
-            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least 1")
+    for name, least in (("window", 1), ("hidden_size", 1), ("stall_steps", 0)):
+        if getattr(args, name) < least:
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {least}")
     if not 0 < args.init_std < 0.57:
         raise SystemExit(f"--init-std {args.init_std}: must be above 0 and below 0.57, that of uniform actions")
     for name, choices in (("preset", args.presets), ("beta_head", ("mode", "alpha"))):
         if getattr(args, name) not in choices:
             raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be one of {', '.join(choices)}")
     num_envs = args.num_envs if args.total_timesteps else 1
-    make = partial(make_env, args.env_id, pose_actions=args.pose_actions)
+    make = partial(make_env, args.env_id, pose_actions=args.pose_actions, stall_steps=args.stall_steps)
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
         # The update uses every core. In the rollout a second thread would spin on a worker's core.

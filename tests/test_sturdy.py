@@ -599,6 +599,7 @@ def test_missing_humanoid_bench_is_one_line(start, tmp_path):
         (adaptive, {"num_minibatches": 3}, ["--num-minibatches 3", "64", "equal parts"]),
         (flagship, {"window": 0}, ["--window 0"]),
         (flagship, {"hidden_size": 0}, ["--hidden-size 0"]),
+        (flagship, {"stall_steps": -1}, ["--stall-steps -1"]),
         (flagship, {"init_std": 0.6}, ["--init-std 0.6"]),
         (flagship, {"init_std": 0.0}, ["--init-std 0.0"]),
         (flagship, {"beta_head": "beta"}, ["--beta-head beta", "mode, alpha"]),

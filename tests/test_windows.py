@@ -89,7 +89,7 @@ def slow_forward(policy, states, actions):
     if policy.beta_head == "alpha":
         alpha, beta = (1 + (1 + head.exp()).log()).chunk(2)
     else:
-        weight, concentration = 1 / (1 + (-head[:ACT_DIM]).exp()), head[ACT_DIM:].exp()
+        weight, concentration = 1 / (1 + (-head).exp()), policy.log_concentration.exp()
         alpha, beta = 1 + concentration * weight, 1 + concentration * (1 - weight)
     return alpha, beta, policy.critic(outputs[0, -1])[0], outputs[0]
 
@@ -181,7 +181,8 @@ def test_noise_of_the_first_actions(beta_head, init_std):
 def test_the_head_gives_the_mode_of_the_beta():
     policy = agent()
     with torch.no_grad():
-        policy.actor[-1].bias.copy_(torch.tensor([0.3, -1.2, 2.0, 0.5]))
+        policy.actor[-1].bias.copy_(torch.tensor([0.3, -1.2]))
+        policy.log_concentration.copy_(torch.tensor([2.0, 0.5]))
         policy.actor[-1].weight.zero_()
         alpha, beta, _, _ = policy(torch.zeros(1, 8, OBS_DIM), torch.zeros(1, 7, ACT_DIM), torch.tensor([7]))
     x = torch.linspace(0, 1, 10_001, dtype=torch.float64)[1:-1, None]
@@ -253,3 +254,42 @@ def test_state_coef_0_leaves_the_decoder_as_it_was():
     assert all(p.grad is None or p.grad.abs().max() == 0 for p in policy.decoder.parameters())
     ppo.minibatch_gradient(policy, ppo.Args(), *window, torch.rand(8, ACT_DIM), *torch.randn(4, 8))
     assert all(p.grad.abs().max() > 0 for p in policy.decoder.parameters())
+
+
+class Paying(gym.Env):
+    """Pays what it is told to, and terminates after the last."""
+
+    observation_space, action_space = OBSERVATIONS, ACTIONS
+
+    def __init__(self, rewards):
+        self.rewards = rewards
+
+    def reset(self, *, seed=None, options=None):
+        self.left = list(self.rewards)
+        return np.zeros(OBS_DIM), {}
+
+    def step(self, action):
+        reward = self.left.pop(0)
+        return np.zeros(OBS_DIM), reward, not self.left, False, {}
+
+
+@pytest.mark.parametrize(
+    "rewards, length, truncated",
+    [
+        ([0.5, 0, 0, 0.009, 0.5, 0.5], 4, True),  # three steps in a row
+        ([0, 0, 0.5, 0, 0, 0.01, 0, 0], 8, False),  # never three, and 0.01 is a reward
+        ([0, 0, 0, 0.5], 3, True),  # from the first step on
+        ([-0.5] * 5, 5, False),  # costs are no stall
+        ([0.5, 0, 0, 0], 4, True),  # the last is terminal too
+    ],
+)
+def test_an_episode_that_earns_nothing_is_truncated(rewards, length, truncated):
+    env = ppo.EndStalled(Paying(rewards), 3)
+    for _ in range(2):  # the count begins anew
+        env.reset()
+        ends, n = (False, False), 0
+        while not any(ends):
+            _, reward, *ends, _ = env.step(None)
+            n += 1
+        assert n == length and reward == rewards[n - 1]
+        assert ends == [n == len(rewards), truncated]
