@@ -140,9 +140,10 @@ suite() {
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000 --num-envs 4 --num-steps 2048 --num-minibatches 16 \
         --learning-rate 3e-5 --no-anneal-lr --no-norm-obs --no-norm-reward --no-clip-vloss --vf-coef 1
       ;;
-    interleaved-ablations) # what the flagship is made of, and its actions as the benchmark has them
+    interleaved-ablations) # what the flagship is made of, and what it makes of the benchmark's tasks
       local part
-      for part in "" "--window 1" --no-interleave "--state-coef 0" "--beta-head alpha" --no-pose-actions; do
+      for part in "" "--window 1" --no-interleave "--state-coef 0" "--beta-head alpha" --no-pose-actions \
+        "--stall-steps 0"; do
         sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 $part
       done
       # the base's Gaussian in the flagship's setting
