@@ -133,7 +133,7 @@ suite() {
       local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py
       sweep "$flagship" h1hand-walk-v0 3
       sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1
-      sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000
+      sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000 --learning-rate 2e-3 # three times fewer joints
       sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000
       # the base as it is, and in the setting of HumanoidBench's own PPO
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000
@@ -144,12 +144,13 @@ suite() {
       local part
       for part in "" "--window 1" --no-interleave "--state-coef 0" "--beta-head alpha" --no-pose-actions \
         "--stall-steps 0"; do
-        sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 $part
+        sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 \
+          --learning-rate 2e-3 --no-anneal-lr $part
       done
       # the base's Gaussian in the flagship's setting
       sweep "${here}ppo_mlp_gaussian.py" results.pose_tasks:h1-walk-pose-v0 3 --total-timesteps 1000000 --num-envs 32 \
-        --num-steps 64 --num-minibatches 2 --update-epochs 2 --learning-rate 2e-3 --gamma 0.995 --max-grad-norm 3.5 \
-        --no-clip-vloss --fixed-std 0.15
+        --num-steps 64 --num-minibatches 2 --update-epochs 2 --learning-rate 2e-3 --no-anneal-lr --gamma 0.995 \
+        --max-grad-norm 3.5 --no-clip-vloss --fixed-std 0.15
       ;;
     *) die "no suite '$1' (nor a script, which ends in .py); the suites: $suites" ;;
   esac

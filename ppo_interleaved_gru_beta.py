@@ -114,7 +114,7 @@ class Args:
     """id of a Gymnasium environment, or module:id"""
     total_timesteps: int = 10_000_000
     """environment steps in all, summed over environments"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """Adam's learning rate"""
     num_envs: int = 32
     """environments stepped side by side"""
