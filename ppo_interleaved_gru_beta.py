@@ -31,7 +31,7 @@ steps, nearly as in Sample Factory's settings for MuJoCo; and no steps spent on 
 
 The Beta's mode as an output matters where the noise is small. Of a Beta(60, 60) a unit more of the logits of alpha and
 less of beta moves the mean by 0.2 standard deviations; a unit more of the mode's by 5. The concentration c is the same
-in every state, as the Gaussian's standard deviation usually is: where the network gives it, the noise shrinks early.
+in every state, as the Gaussian's standard deviation usually is.
 
 Beyond the idea it differs from the base in these settings, one network for policy and value, and the whole squared
 error of the value, unclipped.

@@ -293,3 +293,20 @@ def test_an_episode_that_earns_nothing_is_truncated(rewards, length, truncated):
             n += 1
         assert n == length and reward == rewards[n - 1]
         assert ends == [n == len(rewards), truncated]
+
+
+def test_only_training_ends_stalled_episodes(tmp_path, monkeypatch):
+    made = []
+
+    class Recording(ppo.SubprocVecEnv):
+        def __init__(self, make, *arguments):
+            made.append(make.keywords.get("stall_steps", 0))
+            super().__init__(make, *arguments)
+
+    monkeypatch.setattr(ppo, "SubprocVecEnv", Recording)
+    args = ppo.Args(
+        env_id="Pendulum-v1", total_timesteps=64, num_envs=2, num_steps=32, num_minibatches=2, num_workers=1,
+        eval_episodes=1, hidden_size=16, stall_steps=7, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    ppo.train(args)
+    assert made == [7, 0]
