@@ -142,8 +142,8 @@ suite() {
       ;;
     interleaved-ablations) # what the flagship is made of, and what it makes of the benchmark's tasks
       local part
-      for part in "" "--window 1" --no-interleave "--state-coef 0" "--beta-head alpha" --no-pose-actions \
-        "--stall-steps 0"; do
+      for part in "" "--window 1" --no-interleave "--state-coef 0" --separate-critic "--beta-head alpha" \
+        --no-pose-actions "--stall-steps 0"; do
         sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 \
           --learning-rate 2e-3 --no-anneal-lr $part
       done

@@ -159,6 +159,8 @@ class Args:
     """weight of the state-prediction loss; 0: no prediction (ablation)"""
     reward_scale: float = 1.0
     """factor on the rewards, to keep value targets under 20 where they are not normalised (paper, 3.1)"""
+    separate_critic: bool = False
+    """a network of its own for the value, of the current state alone (ablation)"""
     hidden_size: int = 64
     """width of every layer (64 leaves a CPU's time to the environments)"""
     beta_head: str = "mode"
@@ -349,6 +351,7 @@ class Agent(nn.Module):
         super().__init__()
         obs_dim, act_dim, size = observation_space.shape[0], action_space.shape[0], args.hidden_size
         self.window, self.interleave, self.beta_head = args.window, args.interleave, args.beta_head
+        self.separate_critic = args.separate_critic
         self.obs_norm = RunningNorm(obs_dim) if args.norm_obs else nn.Identity()
         self.state_encoder = mlp(obs_dim, size, size)
         self.action_encoder = mlp(act_dim, size, size)
@@ -363,7 +366,8 @@ class Agent(nn.Module):
         else:
             self.actor = mlp(size, size, 2 * act_dim, output_std=0.01)
             nn.init.constant_(self.actor[-1].bias, np.log(np.expm1(concentration / 2)))
-        self.critic = mlp(size, size, 1, output_std=1.0)
+        sizes = (obs_dim, size) if args.separate_critic else (size,)
+        self.critic = mlp(*sizes, size, 1, output_std=1.0)
         self.decoder = mlp(size, size, obs_dim, output_std=1.0)
         self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
@@ -377,13 +381,15 @@ class Agent(nn.Module):
             tokens = torch.cat([pairs.flatten(1, 2), tokens[:, -1:]], 1)  # [B, 2 * window - 1, hidden_size]
             last = 2 * age
         outputs, _ = self.gru(tokens)  # causal: the padding behind the last token changes nothing before it
-        output = outputs[torch.arange(len(last), device=last.device), last]  # after the current state, [B, hidden_size]
+        batch = torch.arange(len(age), device=age.device)
+        output = outputs[batch, last]  # after the current state, [B, hidden_size]
         if self.beta_head == "mode":
             mode, concentration = self.actor(output).sigmoid(), self.log_concentration.exp()
             alpha, beta = 1 + concentration * mode, 1 + concentration * (1 - mode)
         else:
             alpha, beta = (nn.functional.softplus(self.actor(output)) + 1).chunk(2, -1)
-        return alpha, beta, self.critic(output).squeeze(-1), outputs
+        values = self.critic(states[batch, age] if self.separate_critic else output).squeeze(-1)
+        return alpha, beta, values, outputs
 
     def predict(self, outputs):
         """The GRU's outputs -> predictions of the window's states[:, 1:], [B, window - 1, obs_dim]."""

@@ -91,10 +91,13 @@ def slow_forward(policy, states, actions):
     else:
         weight, concentration = 1 / (1 + (-head).exp()), policy.log_concentration.exp()
         alpha, beta = 1 + concentration * weight, 1 + concentration * (1 - weight)
-    return alpha, beta, policy.critic(outputs[0, -1])[0], outputs[0]
+    return alpha, beta, policy.critic(states[-1] if policy.separate_critic else outputs[0, -1])[0], outputs[0]
 
 
-@pytest.mark.parametrize("flags", [{}, {"beta_head": "alpha"}, {"interleave": False}, {"window": 1}, {"window": 2}])
+VARIANTS = [{}, {"beta_head": "alpha"}, {"interleave": False}, {"separate_critic": True}, {"window": 1}]
+
+
+@pytest.mark.parametrize("flags", [*VARIANTS, {"window": 2}])
 def test_padding_is_inert(flags):
     policy = agent(**flags)
     window = policy.window
@@ -233,7 +236,7 @@ def test_evaluation_says_where_episodes_begin(monkeypatch):
     assert sum(map(sum, ends[:-1])) >= 3 and len({id(memory) for _, memory in calls}) == 1
 
 
-@pytest.mark.parametrize("flags", [{}, {"beta_head": "alpha"}, {"interleave": False}, {"window": 1}])
+@pytest.mark.parametrize("flags", VARIANTS)
 def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
     ratios = record_ratios(ppo)
     args = ppo.Args(
@@ -254,6 +257,15 @@ def test_state_coef_0_leaves_the_decoder_as_it_was():
     assert all(p.grad is None or p.grad.abs().max() == 0 for p in policy.decoder.parameters())
     ppo.minibatch_gradient(policy, ppo.Args(), *window, torch.rand(8, ACT_DIM), *torch.randn(4, 8))
     assert all(p.grad.abs().max() > 0 for p in policy.decoder.parameters())
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_separate_critic_shares_nothing_with_the_policy(separate):
+    policy = agent(separate_critic=separate)
+    alpha, _, values, _ = policy(torch.randn(8, 8, OBS_DIM), torch.rand(8, 7, ACT_DIM), torch.arange(8))
+    parameters, flags = list(policy.parameters()), {"retain_graph": True, "allow_unused": True}
+    own, shared = (torch.autograd.grad(x.sum(), parameters, **flags) for x in (values, alpha))
+    assert any(a is not None and b is not None for a, b in zip(own, shared)) == (not separate)
 
 
 class Paying(gym.Env):
