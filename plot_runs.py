@@ -5,10 +5,10 @@
     python plot_runs.py runs/Hopper-v5__* --keep results/runs/hopper     small copies, fit to be committed
 
 One colour is one variant: the runs of one script whose flags agree but for the seed. It is named by its --exp-name and,
-where that is not enough, by the flags that tell it apart. From 5 seeds on a curve is the interquartile mean (IQM) with
-its 95% bootstrap interval; with fewer, every seed is drawn. Published results from results/references.json are dashed
-lines and curves. The table on standard output has, over the seeds, each run's mean return of its last 100 training
-episodes, and that of its evaluation.
+where that is not enough, by the flags that tell it from most of the others. From 5 seeds on a curve is the
+interquartile mean (IQM) with its 95% bootstrap interval; with fewer, every seed is drawn. Published results from
+results/references.json are dashed lines and curves. The table on standard output has, over the seeds, each run's mean
+return of its last 100 training episodes, and that of its evaluation.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,16 +118,21 @@ def find_runs(paths):
 def name_variants(runs):
     """Sets each run's `variant`: its --exp-name, and the flags that tell it from others of that name and environment.
 
-    Flags that only some of the runs know are left out: a script that gained a flag is still the same variant. The runs
-    are sorted by environment, variant and seed.
+    Flags that only some of the runs know are left out: a script that gained a flag is still the same variant. So is a
+    flag's value that more than half of the variants share: in a table of ablations only what was changed is named. The
+    runs are sorted by environment, variant and seed.
     """
     for env_id in {run.env_id for run in runs}:
         for exp_name in {run.args["exp_name"] for run in runs if run.env_id == env_id}:
             group = [run for run in runs if (run.env_id, run.args["exp_name"]) == (env_id, exp_name)]
             common = set.intersection(*(set(run.args) for run in group)) - NOT_THE_VARIANT
             telling = [flag for flag in group[0].args if flag in common and len({str(r.args[flag]) for r in group}) > 1]
+            variants = {tuple(str(run.args[flag]) for flag in telling) for run in group}
+            usual = [Counter(values).most_common(1)[0] for values in zip(*variants)]
+            usual = {flag: value for flag, (value, times) in zip(telling, usual) if 2 * times > len(variants)}
             for run in group:
-                run.variant = " ".join([exp_name, *(f"{flag}={run.args[flag]}" for flag in telling)])
+                named = [f"{flag}={run.args[flag]}" for flag in telling if str(run.args[flag]) != usual.get(flag)]
+                run.variant = " ".join([exp_name, *named])
     runs.sort(key=lambda run: (run.env_id, run.variant, run.seed))
 
 
@@ -237,9 +243,10 @@ def draw(runs, references, axis, out):
             look = {"color": "0.35", "linewidth": 1, "linestyle": style, "label": reference["label"]}
             if "curve" not in reference:
                 panel.axhline(reference["return"], **look)
-            else:  # [[step, return], ...], as far as the runs reach
+            else:  # [[step, return], ...], as far as the runs reach: their last episodes end before the budget does
                 steps, returns = np.transpose(reference["curve"])
-                panel.plot(steps[steps <= longest], returns[steps <= longest], **look)
+                reached = steps <= 1.02 * longest
+                panel.plot(steps[reached], returns[reached], **look)
         if here:
             panel.legend(fontsize=7, loc="best", framealpha=0.6)
         panel.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))

@@ -289,6 +289,20 @@ def test_table_has_the_numbers_of_a_hand_computed_one(tmp_path):
     assert other == ["B-v0", "ppo_x gamma=0.5", "1", "7.00", "-", "7.00", "8.00", "100"]
 
 
+def test_of_ablations_only_what_was_changed_is_named(tmp_path):
+    arms = [{}, {}, {}, {"window": 1}, {"state_coef": 0.0}, {"window": 1, "state_coef": 0.0}, {"window": 4}]
+    for i, arm in enumerate(arms):
+        kept_run(tmp_path / f"a{i}", "A-v0", i, 1.0, **{"window": 8, "state_coef": 0.1, "same": 1} | arm)
+    runs = plot_runs.find_runs([tmp_path])
+    plot_runs.name_variants(runs)
+    names = {run.seed: run.variant for run in runs}
+    # Of the five variants (three seeds of the first) three share state_coef=0.1; no window has more than two.
+    assert names == {
+        0: "ppo_x window=8", 1: "ppo_x window=8", 2: "ppo_x window=8", 3: "ppo_x window=1",
+        4: "ppo_x window=8 state_coef=0.0", 5: "ppo_x window=1 state_coef=0.0", 6: "ppo_x window=4",
+    }  # fmt: skip
+
+
 def test_a_run_that_two_suites_keep_counts_once(tmp_path, capsys):
     for suite in ("first", "second"):
         kept_run(tmp_path / suite / "A__1", "A-v0", 1, 5.0)
