@@ -366,8 +366,8 @@ def test_a_published_result_for_some_arguments_stands_beside_runs_that_have_them
 def test_a_published_curve_is_drawn_over_steps_as_far_as_the_runs_reach(tmp_path):
     points = np.array([[step, step / 60, 1.0] for step in range(0, 3001, 100)])
     run = plot_runs.Run(tmp_path, "A-v0", 1, {}, points, "finished", 1.0, math.nan, 1.0, "ours")
-    references = {"A-v0": [{"label": "theirs", "curve": [[0, 5.0], [1000, 6.0], [2000, 8.0], [9000, 9.0]]}]}
-    for axis, drawn in (("steps", [[[0, 5.0], [1000, 6.0], [2000, 8.0]]]), ("minutes", [])):
+    references = {"A-v0": [{"label": "theirs", "curve": [[0, 5.0], [1000, 6.0], [3020, 8.0], [3100, 9.0]]}]}
+    for axis, drawn in (("steps", [[[0, 5.0], [1000, 6.0], [3020, 8.0]]]), ("minutes", [])):
         plot_runs.draw([run], references, axis, tmp_path / "figure.png")
         lines = [line for line in plot_runs.plt.gcf().axes[0].get_lines() if line.get_label() == "theirs"]
         assert [line.get_xydata().tolist() for line in lines] == drawn
