@@ -131,11 +131,12 @@ suite() {
       ;;
     interleaved)
       local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py
-      sweep "$flagship" h1hand-walk-v0 3
-      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1
+      sweep "$flagship" h1hand-walk-v0 1
+      sweep "$flagship" h1hand-walk-v0 3 --total-timesteps 4000000
+      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 2000000
       # the first arm of the ablations, for twice as long
       sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000 --learning-rate 2e-3 --no-anneal-lr
-      sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000
+      sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000 --vf-coef 5
       # the base as it is, and in the setting of HumanoidBench's own PPO
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000 --num-envs 4 --num-steps 2048 --num-minibatches 16 \
