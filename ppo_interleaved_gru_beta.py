@@ -33,11 +33,9 @@ The Beta's mode as an output matters where the noise is small. Of a Beta(60, 60)
 less of beta moves the mean by 0.2 standard deviations; a unit more of the mode's by 5. The concentration c is the same
 in every state, as the Gaussian's standard deviation usually is.
 
-Beyond the idea it differs from the base in these settings, one network for policy and value, and the whole squared
-error of the value, unclipped.
+Else it differs from the base by one network for policy and value, and the value's whole squared error, unclipped.
 
-Result:  h1hand-walk-v0, 10 M steps, one seed: 917 in greedy episodes, 713 in the last 100 of the training (published:
-         DreamerV3 736 at 10 M, FastTD3 928 at 6.4 M).
+Result:  h1hand-walk-v0, 10 M steps, one seed, greedy: 917 (published: DreamerV3 736 at 10 M, FastTD3 928 at 6.4 M).
 
 Run:     python ppo_interleaved_gru_beta.py --env-id Humanoid-v5      (or h1hand-walk-v0, with HumanoidBench)
 Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
