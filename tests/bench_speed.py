@@ -302,27 +302,25 @@ def flagship(args):
     """The flagship's rollout against bare loops with the same actions, and its whole training."""
     script, num_steps, iterations = "ppo_interleaved_gru_beta", args.flagship_steps, args.flagship_iterations
     batch_size, contenders, rows, shares = NUM_ENVS * num_steps, {}, [], {}
-    flags = f"--num-envs {NUM_ENVS} --num-steps {num_steps} --num-minibatches 8 --no-cuda"
-    flags += f" --num-workers {args.num_workers}"
+    flags = f"--num-envs {NUM_ENVS} --num-steps {num_steps} --no-cuda --num-workers {args.num_workers}"
     # Without learning the policy keeps its initial noise, close to Beta(22, 22): the bare loops can draw the same.
-    flags += f" --hidden-size 64 --learning-rate 0 --total-timesteps {batch_size * iterations}"
+    flags += f" --learning-rate 0 --total-timesteps {batch_size * iterations}"
     for env_id in ("h1hand-walk-v0", "Humanoid-v5"):
         humanoid_bench = env_id.startswith("h1")
         if humanoid_bench and util.find_spec("humanoid_bench") is None:
             print("h1hand-walk-v0 is left out: HumanoidBench is not installed\n")
             continue
-        epochs = 1 if humanoid_bench else 4  # only the rollout is compared there
         for flag in ("",) if humanoid_bench else ("", " --compile"):
-            name = f"training, {env_id}, {epochs} epochs,{flag or ' eager'}"
+            name = f"training, {env_id},{flag or ' eager'}"
             shares[name] = []
-            run = f"{flags} --env-id {env_id} --update-epochs {epochs}{flag}"
+            run = f"{flags} --env-id {env_id}{flag}"
             contenders[name] = partial(run_script, script, run, batch_size, None, shares[name])
             rows.append((name, None, None))
             rows.append((f"rollout of {name}", f"bare loops, {env_id}", None if flag or not humanoid_bench else 0.9))
         # The same steps of the episodes as in the iterations that count: those after the first.
         contenders[f"bare loops, {env_id}"] = partial(bare, script, env_id, num_steps, num_steps * (iterations - 1), 22)
     speeds = compare(args.rounds, contenders)
-    print(f"## flagship on the CPU: {NUM_ENVS} environments x {num_steps} steps, width 64, 8 minibatches\n")
+    print(f"## flagship on the CPU: {NUM_ENVS} environments x {num_steps} steps, else its defaults\n")
     for name, values in shares.items():
         speeds[f"rollout of {name}"] = [speed for speed, _ in values]
     table(speeds, rows)
@@ -379,7 +377,7 @@ def gpu(args):
         print("## gpu\n\nThere is no GPU here.\n")
         return
     batch_size = NUM_ENVS * args.flagship_steps
-    sizes = f"--num-envs {NUM_ENVS} --num-steps {args.flagship_steps} --num-minibatches 8 --update-epochs 4"
+    sizes = f"--num-envs {NUM_ENVS} --num-steps {args.flagship_steps}"
     runs = {"base, HalfCheetah-v5": ("ppo_mlp_gaussian", f"{SHARED_BATCH} --total-timesteps {2048 * 15}", 2048)}
     total = f"--env-id Humanoid-v5 --total-timesteps {batch_size * (args.flagship_iterations + 2)}"
     runs["flagship, Humanoid-v5"] = ("ppo_interleaved_gru_beta", f"{sizes} {total}", batch_size)
@@ -426,8 +424,8 @@ def main():
     parser.add_argument("--num-workers", type=int, default=0, help="of ours, not in `base`; 0: one for each core")
     parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
     parser.add_argument("--seconds", type=float, default=10, help="how long each training against others is timed")
-    parser.add_argument("--flagship-steps", type=int, default=128, help="flagship: steps an iteration")
-    parser.add_argument("--flagship-iterations", type=int, default=4, help="flagship: iterations, the first not timed")
+    parser.add_argument("--flagship-steps", type=int, default=64, help="flagship: steps an iteration")
+    parser.add_argument("--flagship-iterations", type=int, default=8, help="flagship: iterations, the first not timed")
     parser.add_argument("--sb3-python", help="an interpreter with stable-baselines3")
     parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py; value-first takes the ppo.py beside it")
     parser.add_argument("--cleanrl-python", default=sys.executable, help="an interpreter that can run it")
