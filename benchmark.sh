@@ -136,6 +136,7 @@ suite() {
       sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 2000000
       # the first arm of the ablations, for twice as long
       sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000 --learning-rate 2e-3 --no-anneal-lr
+      sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000
       sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000 --vf-coef 5
       # the base as it is, and in the setting of HumanoidBench's own PPO
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000
