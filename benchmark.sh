@@ -131,8 +131,7 @@ suite() {
       ;;
     interleaved)
       local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py
-      sweep "$flagship" h1hand-walk-v0 1
-      sweep "$flagship" h1hand-walk-v0 3 --total-timesteps 4000000
+      sweep "$flagship" h1hand-walk-v0 3
       sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 2000000
       # the first arm of the ablations, for twice as long
       sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000 --learning-rate 2e-3 --no-anneal-lr
