@@ -37,7 +37,7 @@ Else it differs from the base by one network for policy and value, and the value
 
 Result:  h1hand-walk-v0, 10 M steps, one seed, greedy: 917 (published: DreamerV3 736 at 10 M, FastTD3 928 at 6.4 M).
 
-Run:     python ppo_interleaved_gru_beta.py --env-id Humanoid-v5      (or h1hand-walk-v0, with HumanoidBench)
+Run:     python ppo_interleaved_gru_beta.py --env-id h1hand-walk-v0      (or --env-id Humanoid-v5 --vf-coef 5)
 Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
 """
 
