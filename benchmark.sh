@@ -149,10 +149,10 @@ suite() {
         sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 \
           --learning-rate 2e-3 --no-anneal-lr $part
       done
-      # the base's Gaussian in the flagship's setting
+      # the base's Gaussian in the flagship's setting: its noise of 0.15 in actions from -1 to 1, its weight of the value
       sweep "${here}ppo_mlp_gaussian.py" results.pose_tasks:h1-walk-pose-v0 3 --total-timesteps 1000000 --num-envs 32 \
         --num-steps 64 --num-minibatches 2 --update-epochs 2 --learning-rate 2e-3 --no-anneal-lr --gamma 0.995 \
-        --max-grad-norm 3.5 --no-clip-vloss --fixed-std 0.15
+        --max-grad-norm 3.5 --no-clip-vloss --vf-coef 0.6 --fixed-std 0.075
       ;;
     *) die "no suite '$1' (nor a script, which ends in .py); the suites: $suites" ;;
   esac
