@@ -159,7 +159,7 @@ class Args:
     state_coef: float = 0.1
     """weight of the state-prediction loss; 0: no prediction (ablation)"""
     reward_scale: float = 1.0
-    """factor on the rewards, to keep value targets under 20 where they are not normalised (paper, 3.1)"""
+    """factor on the rewards, to keep value targets under 20 (paper, 3.1); --norm-reward undoes it"""
     separate_critic: bool = False
     """a network of its own for the value, of the current state alone (ablation)"""
     hidden_size: int = 64
@@ -171,12 +171,12 @@ class Args:
     entropy_mean: bool = False
     """mean of the entropy over the action dimensions instead of their sum"""
     pose_actions: bool = True
-    """HumanoidBench: actions in radians from the robot's first pose, instead of fractions of each joint's range"""
+    """HumanoidBench: actions in radians, at most 1, from the robot's first pose, not fractions of each joint's range"""
     stall_steps: int = 20
-    """HumanoidBench: end a training episode after so many steps without reward, below 0.01 each; 0: don't"""
+    """HumanoidBench: end a training episode after so many steps without reward, once there was one; 0: don't"""
 
-    # What --preset puts in place of the defaults above. The paper leaves its learning rate, width, entropy and head
-    # open; these are its authors' code's, but that the learning rate ends there at 1e-5.
+    # What --preset on the command line puts in place of the defaults above. The paper leaves open the learning rate,
+    # the width, and the entropy's sum or mean; these are its authors' code's, whose learning rate ends at 1e-5.
     presets = {
         "default": {},
         "paper": {
@@ -202,7 +202,7 @@ class Args:
 
 
 class PoseActions(gym.ActionWrapper):
-    """HumanoidBench's actions as radians from the robot's first pose: 0 holds it, 1 is a radian beyond.
+    """HumanoidBench's actions as radians from the robot's first pose: 0 holds it, 1 is a radian beyond, and the most.
 
     HumanoidBench's own are targets for the joints, as fractions of their ranges: 0 is the middle of them all, a pose
     that falls, and the same noise turns a hip by four times the angle of an ankle.
@@ -219,7 +219,7 @@ class PoseActions(gym.ActionWrapper):
 
 
 class EndStalled(gym.Wrapper):
-    """Truncates an episode after `stall_steps` steps in a row whose rewards are below 0.01 (in absolute value).
+    """Truncates an episode that pays no more: after `stall_steps` rewards in a row below 0.01 (in absolute value).
 
     A robot of HumanoidBench that has fallen on its hands may lie there to the time limit, for nothing, and most of the
     rollouts are then of that. As after any time limit the state is worth what V says, so the task stays the same.
@@ -227,10 +227,10 @@ class EndStalled(gym.Wrapper):
 
     def __init__(self, env, stall_steps):
         super().__init__(env)
-        self.stall_steps, self.stalled = stall_steps, 0
+        self.stall_steps = stall_steps
 
     def reset(self, **kwargs):
-        self.stalled = 0
+        self.stalled = -np.inf  # until the first reward: a robot that hangs on a bar earns its first late
         return self.env.reset(**kwargs)
 
     def step(self, action):
@@ -241,19 +241,20 @@ class EndStalled(gym.Wrapper):
 
 def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):
     """One environment; exits with one line if this script can't drive it."""
-    env = gym_make(env_id, eval_episodes, video_folder)
-    control = env.spec.kwargs.get("control")  # pos, torque for HumanoidBench's g1, None elsewhere
-    if pose_actions and control == "pos":
-        env = PoseActions(env)
-    if stall_steps and control:
-        env = EndStalled(env, stall_steps)
+
+    def wrap(env):
+        control = env.spec.kwargs.get("control")  # pos, torque for HumanoidBench's g1, None elsewhere
+        if pose_actions and control == "pos":
+            env = PoseActions(env)
+        return EndStalled(env, stall_steps) if stall_steps and control else env
+
+    env = gym_make(env_id, eval_episodes, video_folder, wrap)
     for name, space in (("observation", env.observation_space), ("action", env.action_space)):
         if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
             raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; this script needs a flat Box")
-    if not np.isfinite(env.action_space.high - env.action_space.low).all():
-        raise SystemExit(
-            f"--env-id {env_id}: its action space is {env.action_space}; a Beta policy needs finite bounds"
-        )
+    size = env.action_space.high - env.action_space.low
+    if not ((0 < size) & (size < np.inf)).all():
+        raise SystemExit(f"--env-id {env_id}: its action space is {env.action_space}; a Beta needs finite low < high")
     return env
 
 
@@ -366,9 +367,8 @@ class Agent(nn.Module):
             self.log_concentration = nn.Parameter(torch.full((act_dim,), float(np.log(concentration))))
         else:
             self.actor = mlp(size, size, 2 * act_dim, output_std=0.01)
-            nn.init.constant_(self.actor[-1].bias, np.log(np.expm1(concentration / 2)))
-        sizes = (obs_dim, size) if args.separate_critic else (size,)
-        self.critic = mlp(*sizes, size, 1, output_std=1.0)
+            nn.init.constant_(self.actor[-1].bias, concentration / 2 + np.log(-np.expm1(-concentration / 2)))
+        self.critic = mlp(*((obs_dim, size) if args.separate_critic else (size,)), size, 1, output_std=1.0)
         self.decoder = mlp(size, size, obs_dim, output_std=1.0)
         self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
@@ -398,7 +398,7 @@ class Agent(nn.Module):
 
     def log_prob(self, alpha, beta, x):
         """[..., act_dim] three times -> [...], the log-density of the actions low + x * (high - low)."""
-        # float64: lgamma(61) in float32 is off by 1e-5 in each of 61 dimensions
+        # float64: lgamma(60) in float32 is off by 1e-5, in each of h1hand's 61 dimensions
         alpha, beta, x = alpha.double(), beta.double(), x.double()
         log_prob = (alpha - 1) * x.log() + (beta - 1) * (-x).log1p() - log_beta(alpha, beta)
         return (log_prob - (self.high - self.low).log()).sum(-1).float()
@@ -416,12 +416,11 @@ class Agent(nn.Module):
 
     def memory(self, num_envs=1):
         """What `act` remembers of the episodes of `num_envs` environments."""
-        obs_dim, act_dim = self.state_encoder[0].in_features, len(self.low)
-        return Trajectory(1, num_envs, obs_dim, act_dim, self.window, self.low.device)
+        return Trajectory(1, num_envs, self.state_encoder[0].in_features, len(self.low), self.window, self.low.device)
 
     @torch.no_grad()
     def act(self, obs, first, memory):
-        """Greedy actions for the environments, from observations [num_envs, obs_dim] as they give them.
+        """Greedy actions, the Beta's means, for the environments' observations [num_envs, obs_dim] as they are.
 
         `first` [num_envs] says which environments have just been reset; `memory` comes from `memory(num_envs)`.
         """
@@ -686,10 +685,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwar
     with redirect_stdout(io.StringIO()):
         if ":" not in env_id and env_id not in gym.registry:
             try:
-                import humanoid_bench.tasks  # importing it registers its ids
-
-                # Its render passes two arguments too many for this Gymnasium.
-                humanoid_bench.tasks.Task.render = lambda task: task._env.mujoco_renderer.render(task._env.render_mode)
+                import humanoid_bench.tasks  # noqa: F401, importing it registers its ids
             except ImportError as error:
                 if env_id.startswith(("h1", "g1")):
                     hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
@@ -697,6 +693,9 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwar
             # render_mode=None matters: HumanoidBench's default opens a GL context for each environment.
             render_mode = "rgb_array" if video_folder else None
             env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True, **kwargs)
+            if video_folder and hasattr(env.unwrapped, "mujoco_renderer"):
+                render = env.unwrapped.mujoco_renderer.render  # HumanoidBench passes two arguments too many for it
+                env.unwrapped.mujoco_renderer.render = lambda mode, *_: render(mode)
             if preprocess is not None:
                 env = preprocess(env)
         except Exception as error:

@@ -703,10 +703,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwar
     with redirect_stdout(io.StringIO()):
         if ":" not in env_id and env_id not in gym.registry:
             try:
-                import humanoid_bench.tasks  # importing it registers its ids
-
-                # Its render passes two arguments too many for this Gymnasium.
-                humanoid_bench.tasks.Task.render = lambda task: task._env.mujoco_renderer.render(task._env.render_mode)
+                import humanoid_bench.tasks  # noqa: F401, importing it registers its ids
             except ImportError as error:
                 if env_id.startswith(("h1", "g1")):
                     hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
@@ -714,6 +711,9 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwar
             # render_mode=None matters: HumanoidBench's default opens a GL context for each environment.
             render_mode = "rgb_array" if video_folder else None
             env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True, **kwargs)
+            if video_folder and hasattr(env.unwrapped, "mujoco_renderer"):
+                render = env.unwrapped.mujoco_renderer.render  # HumanoidBench passes two arguments too many for it
+                env.unwrapped.mujoco_renderer.render = lambda mode, *_: render(mode)
             if preprocess is not None:
                 env = preprocess(env)
         except Exception as error:

@@ -2,9 +2,11 @@
 
 import resource
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
 import ppo_interleaved_gru_beta as ppo
 
@@ -40,6 +42,15 @@ def test_pose_actions_are_radians_from_the_first_pose(env_id):
         np.testing.assert_allclose(robot.data.ctrl, np.clip(env.get_wrapper_attr("pose") + action, *limits), atol=1e-5)
 
 
+@pytest.mark.parametrize("env_id", ["h1hand-walk-v0", "h1hand-push-v0"])
+def test_renders(env_id, tmp_path, monkeypatch):
+    """A task's own render, or the one of all tasks; the viewer, which needs OpenGL, is a stand-in."""
+    viewer = SimpleNamespace(_markers=[], add_marker=lambda **_: None, render=lambda **_: np.ones((2, 2, 3), np.uint8))
+    monkeypatch.setattr(MujocoRenderer, "_get_viewer", lambda *_, **__: viewer)
+    env = ppo.make_env(env_id, 1, str(tmp_path))
+    assert env.unwrapped.render().shape == (2, 2, 3)
+
+
 @pytest.mark.parametrize("env_id, pose_actions", [("h1-walk-v0", False), ("g1-walk-v0", True)])
 def test_torques_and_without_the_flag_positions_stay_as_they_are(env_id, pose_actions):
     env = ppo.make_env(env_id, pose_actions=pose_actions)
@@ -53,6 +64,8 @@ def test_a_robot_that_lies_there_is_reset_in_training(stall_steps):
     """Held on its hands, 0.3 above the ground, where no reward is and the episode goes on."""
     env = ppo.make_env("h1hand-walk-v0", stall_steps=stall_steps)
     env.reset(seed=1)
+    _, reward, *_ = env.step(np.zeros(env.action_space.shape, np.float32))
+    assert reward > 0.1  # it stands, at first
     robot, n, ends = env.unwrapped, 0, (False, False)
     while not any(ends) and n < 30:
         pose = robot.data.qpos.copy()

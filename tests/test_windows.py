@@ -171,7 +171,7 @@ def test_actions_at_the_edges_have_finite_log_probs_and_gradients():
 
 
 @pytest.mark.parametrize("beta_head", ["mode", "alpha"])
-@pytest.mark.parametrize("init_std", [0.05, 0.15, 0.48])
+@pytest.mark.parametrize("init_std", [0.02, 0.05, 0.15, 0.48])
 def test_noise_of_the_first_actions(beta_head, init_std):
     torch.manual_seed(0)
     policy = ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(beta_head=beta_head, init_std=init_std))
@@ -290,7 +290,7 @@ class Paying(gym.Env):
     [
         ([0.5, 0, 0, 0.009, 0.5, 0.5], 4, True),  # three steps in a row
         ([0, 0, 0.5, 0, 0, 0.01, 0, 0], 8, False),  # never three, and 0.01 is a reward
-        ([0, 0, 0, 0.5], 3, True),  # from the first step on
+        ([0, 0, 0, 0, 0.5, 0, 0, 0, 0.5], 8, True),  # what it waits for at first is no stall
         ([-0.5] * 5, 5, False),  # costs are no stall
         ([0.5, 0, 0, 0], 4, True),  # the last is terminal too
     ],
@@ -305,6 +305,21 @@ def test_an_episode_that_earns_nothing_is_truncated(rewards, length, truncated):
             n += 1
         assert n == length and reward == rewards[n - 1]
         assert ends == [n == len(rewards), truncated]
+
+
+def test_a_stalled_episode_is_reported_as_any_other():
+    def make(control, render_mode=None):
+        return Paying([0.5, 1, 0, 0, 0, 0])
+
+    gym.register("Paying-v0", make, kwargs={"control": "torque"})  # HumanoidBench's ids have it
+    try:
+        env = ppo.make_env("Paying-v0", stall_steps=3)
+        env.reset()
+        infos = [env.step(env.action_space.sample())[-1] for _ in range(5)]
+    finally:
+        del gym.registry["Paying-v0"]
+    assert [("episode" in info) for info in infos] == [False] * 4 + [True]
+    assert (infos[-1]["episode"]["r"], infos[-1]["episode"]["l"]) == (1.5, 5)
 
 
 def test_only_training_ends_stalled_episodes(tmp_path, monkeypatch):
