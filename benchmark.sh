@@ -139,8 +139,9 @@ suite() {
       sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000 --vf-coef 5
       # the base as it is, and in the setting of HumanoidBench's own PPO
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000
-      sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000 --num-envs 4 --num-steps 2048 --num-minibatches 16 \
-        --learning-rate 3e-5 --no-anneal-lr --no-norm-obs --no-norm-reward --no-clip-vloss --vf-coef 1
+      sweep "$base" h1hand-walk-v0 1 --exp-name humanoidbench_ppo --total-timesteps 1000000 --num-envs 4 \
+        --num-steps 2048 --num-minibatches 16 --learning-rate 3e-5 --no-anneal-lr --no-norm-obs --no-norm-reward \
+        --no-clip-vloss --vf-coef 1
       ;;
     interleaved-ablations) # what the flagship is made of, and what it makes of the benchmark's tasks
       local part
