@@ -29,7 +29,7 @@ the setting of CleanRL's ppo_atari_lstm.py. Beyond the idea it differs from the 
 policy, one network for policy and value, normalisation off, log-probabilities and values kept from the rollout. It
 differs from CleanRL's in that time limits bootstrap, and in that FIRE alone is pressed after a reset.
 
-Result:  Pong, 3 M steps, mean return of the last 100 games: GRU 20.2, LSTM 16.6 (one seed each). CartPole-v1 with
+Result:  Pong, 3 M steps, mean return of 30 games: GRU 19.4, LSTM 19.1 (one seed each). CartPole-v1 with
          --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds each: GRU 477, LSTM 474.
 
 Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru

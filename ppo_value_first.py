@@ -130,7 +130,7 @@ class Args:
     num_minibatches: int = 4
     """minibatches an epoch"""
     update_epochs: int = 4
-    """passes over the batch in an iteration"""
+    """passes over the batch in an iteration, in each of its phases"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     clip_coef: float = 0.2
@@ -155,7 +155,7 @@ class Args:
     shared_update: bool = False
     """one gradient norm over both networks, and --clip-vloss, as in CleanRL; otherwise V's change is never clipped"""
     critic: str = "scalar"
-    """scalar, or support: a categorical distribution over values"""
+    """scalar, or support: a categorical distribution over values, those of the --support flags"""
     support_min: float = -110.0
     """smallest value of the support, in units of the (scaled) return; targets below it are clamped"""
     support_max: float = 110.0

@@ -275,8 +275,7 @@ def test_batch_is_the_first_episodes_that_started_and_they_are_whole():
                     assert not times.any() and not after.any() and not ends.any()
                     rested += len(rows)
             assert sum(steps for _, steps in logged) == taken.sum() == sum(len(episodes[e]) for e in in_order[:7])
-            lengths = sorted(length for ended, _ in logged for _, length in ended)
-            assert lengths == sorted(len(episodes[e]) for e in in_order[:7])
+            assert [length for ended, _ in logged for _, length in ended] == [len(episodes[e]) for e in in_order[:7]]
             seen += in_order[:7]
     assert len(set(seen)) == 6 * 7 and rested > 12  # long enough for others to have ended in place of the last ones
 
