@@ -22,11 +22,10 @@ each update ends with, so that an iteration moves the policy by about kl_targ:
     KL < kl_targ / 2:  beta /= 1.5 (down to 1/35);  where that is under 1/30, learning rate *= 1.5 (while below tenfold)
 
 Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code (the post prints the hinge with KL and
-kl_targ exchanged). --preset post, the default, is that post, which differs from the base in more than the idea: batches
+kl_targ exchanged). --preset post, the default, is that post, and differs from the base by more than the idea: batches
 of whole episodes, networks sized from the task, a variance that learns faster, the time as an observation, a whole-run
-scaler, rewards times 1 - gamma (not with --norm-reward), and a value function fitted after the policy to Monte-Carlo
-returns. A time limit is an end, as in the post (--bootstrap-time-limit: not); unlike there, environments, and so
-control costs, get clipped actions.
+scaler, rewards times 1 - gamma, and a value function fitted after the policy to Monte-Carlo returns. A time limit is an
+end, as in the post (--bootstrap-time-limit: not); unlike there, environments and control costs get clipped actions.
 
 --objective clip | none | kl-fixed | kl-adaptive takes another surrogate. With --preset paper each row of Table 1 of
 Schulman et al. 2017 (arXiv:1707.06347) is one command: the base, but with a constant learning rate and no limit on the
@@ -120,7 +119,7 @@ class Args:
     learning_rate: float = 9e-4
     """Adam's learning rate; the post divides it by the square root of the width of the network's second layer"""
     num_envs: int = 20
-    """environments stepped side by side, at most as many as a batch has whole episodes"""
+    """environments stepped side by side"""
     num_steps: int = 0
     """steps of each environment in an iteration; 0: whole episodes instead"""
     anneal_lr: bool = False
@@ -523,12 +522,11 @@ def collect(agent, sample, envs, device, num_steps=None, num_episodes=np.inf, ru
 
     -> obs, actions, rewards, terminated, done, next_obs, taken: [steps, num_envs, ...], next_obs being what really
     followed. An episode is numbered when it starts, and the first so many are taken: the first to finish would be the
-    short ones. An environment that has none left rests: that is not `taken`. `run`, if given, counts and logs the rest,
-    whole episodes in the order they began.
+    short ones. An environment that has none left rests: that is not `taken`. `run`, if given, logs them in this order.
     """
     if num_episodes < np.inf:
         envs.reset()
-    playing, started = np.arange(len(envs.obs)), len(envs.obs)  # the episode of each environment; how many there are
+    playing = np.arange(len(envs.obs))  # the number of each environment's episode
     rows, finished = [], {}
     while len(rows) != num_steps and (playing < num_episodes).any():
         check_signals()
@@ -542,12 +540,9 @@ def collect(agent, sample, envs, device, num_steps=None, num_episodes=np.inf, ru
         next_obs = np.where(done[:, None], envs.final_obs, next_obs).astype(np.float32, copy=False)
         rows.append((obs, actions, rewards.copy(), np.float32(terminated), np.float32(done), next_obs, taken))
         finished.update(zip(playing[done], envs.episodes))
-        if run is not None:
-            run.step(envs.episodes if num_steps else [], int(taken.sum()))
-        playing[done] = started + np.arange(done.sum())
-        started += done.sum()
-    if run is not None and not num_steps:
-        run.step([finished[i] for i in sorted(finished)], 0)
+        playing[done] = playing.max() + 1 + np.arange(done.sum())
+    if run is not None:
+        run.step([finished[i] for i in sorted(finished)], sum(int(row[-1].sum()) for row in rows))
     obs, actions, *others = zip(*rows)
     return torch.stack(obs), torch.stack(actions), *(torch.as_tensor(np.stack(x), device=device) for x in others)
 

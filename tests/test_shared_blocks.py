@@ -19,7 +19,7 @@ OTHER_DOCSTRINGS = {
     # They have effect, or another one, with a flag; an epoch is of one phase.
     "ppo_value_first.py": {"cuda", "clip_vloss", "max_grad_norm", "update_epochs"},
     # --preset post has its own scaler and learning rates, and 0 stands for what the base can't do.
-    "ppo_kl_adaptive.py": {"cuda", "learning_rate", "max_grad_norm", "norm_obs", "num_envs", "num_steps", "vf_coef"},
+    "ppo_kl_adaptive.py": {"cuda", "learning_rate", "max_grad_norm", "norm_obs", "num_steps", "vf_coef"},
     "ppo_lstm_atari.py": {"cuda", "eval_episodes"},  # a greedy policy is no use in a game: actions are sampled there
 }
 # Most lines outside the plumbing that a variant may add to the base.
