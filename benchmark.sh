@@ -172,8 +172,10 @@ directory() {
 
 # finished, diverged, stopped (it has a checkpoint) or new
 state() {
-  if [[ -f $1/result.json ]]; then
-    if grep -q '"status": "diverged"' "$1/result.json"; then echo diverged; else echo finished; fi
+  local status
+  status=$(grep -osm 1 '"status": "[a-z]*"' "$1/result.json" || true)
+  if [[ -n $status ]]; then
+    cut -d '"' -f 4 <<<"$status"
   elif [[ -f $1/checkpoint.pt ]]; then
     echo stopped
   else
@@ -224,6 +226,7 @@ await_one() {
     if ((code != 127)); then return; fi # a signal
     for pid in "${!running[@]}"; do break; done # no child is left: one that is still counted has ended unnoticed
   fi
+  if [[ -z ${running[$pid]:-} ]]; then return; fi # Bash 5.3 names every child, here the one that listed the cores
   i=${running[$pid]}
   free+=("${slot_of[$pid]}")
   unset "running[$pid]"
@@ -246,6 +249,7 @@ stop() {
 
 run_here() {
   local cores i slot mine k
+  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || die "needs Bash 5.1 or newer, for its wait -p"
   mapfile -t cores < <("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
   ((${#cores[@]})) || die "$python can't be run; PYTHON names the Python"
   workers=${workers:-${#cores[@]}}
@@ -263,6 +267,7 @@ run_here() {
     for ((k = slot % ${#cores[@]}; k < ${#cores[@]}; k += workers)); do mine+=,${cores[k]}; done
     become "$i" "${mine#,}" &
     running[$!]=$i slot_of[$!]=$slot
+    if ((stopped)); then kill -TERM $! 2>/dev/null || true; fi # the signal came before it was noted
     report
   done
   while ((${#running[@]})); do await_one; done
@@ -310,7 +315,7 @@ run_task() {
   exit "$code"
 }
 
-ids=() number_of_seeds=1 given=() runs=runs workers="" launcher=local slurm=() dry_run="" keep="" task=""
+ids=() number_of_seeds="" given=() runs=runs workers="" launcher=local slurm=() dry_run="" keep="" task=""
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then usage && exit; fi
 what=$1
 shift
@@ -318,10 +323,13 @@ arguments=("$@")
 while (($#)); do
   case $1 in
     --env-ids)
-      while (($# > 1)) && [[ $2 != --* ]]; do ids+=("$2") && shift; done
+      while (($# > 1)) && [[ $2 != --* ]]; do
+        if [[ " ${ids[*]} " != *" $2 "* ]]; then ids+=("$2"); fi
+        shift
+      done
       ;;
     --seeds | --runs | --workers | --launcher | --time | --partition | --gpus | --cpus-per-task | --mem | --account)
-      (($# > 1)) || die "$1 needs a value"
+      [[ -n ${2:-} && $2 != --* ]] || die "$1 needs a value"
       case $1 in
         --seeds) number_of_seeds=$2 ;;
         --runs) runs=$2 ;;
@@ -343,7 +351,7 @@ while (($#)); do
   esac
   shift
 done
-for number in "$number_of_seeds" ${workers:+"$workers"}; do
+for number in ${number_of_seeds:+"$number_of_seeds"} ${workers:+"$workers"}; do
   [[ $number =~ ^[1-9][0-9]*$ ]] || die "$number: --seeds and --workers take a whole number from 1 on"
 done
 if [[ $launcher != local && $launcher != slurm ]]; then die "--launcher $launcher: local or slurm"; fi
@@ -353,9 +361,14 @@ if [[ $what == *.py ]]; then
   [[ -f $what ]] || die "no script $what"
   ((${#ids[@]})) || die "--env-ids names no environment"
   if [[ -n $keep ]]; then die "--keep is for suites; plot_runs.py --keep DIR keeps any runs"; fi
-  sweep "$what" "${ids[*]}" "$number_of_seeds" "${given[@]}"
+  for flag in "${given[@]}"; do
+    case ${flag%%=*} in
+      --seed | --env[-_]id | --run[-_]dir | --resume) die "${flag%%=*} can't come after --: the sweep sets it" ;;
+    esac
+  done
+  sweep "$what" "${ids[*]}" "${number_of_seeds:-1}" "${given[@]}"
 else
-  if ((${#ids[@]} + ${#given[@]} + number_of_seeds > 1)); then die "a suite has its own environments, seeds and flags"; fi
+  if ((${#ids[@]} + ${#given[@]} + ${#number_of_seeds})); then die "a suite has its own environments, seeds and flags"; fi
   suite "$what"
 fi
 
@@ -375,6 +388,7 @@ if [[ -n $keep ]]; then
   kept=()
   for run in "${directories[@]}"; do if [[ -d $run ]]; then kept+=("$run"); fi; done
   ((${#kept[@]})) || die "$what has no run in $runs yet"
+  echo "keeping ${#kept[@]} of the ${#scripts[@]} runs of $what; of the others the table has those of results/runs/$what"
   "$python" "${here}plot_runs.py" "${kept[@]}" --keep "${here}results/runs/$what"
   "$python" "${here}plot_runs.py" "${here}results/runs/$what" --out "${here}results/figures/$what.png"
   exit

@@ -5,8 +5,9 @@
     python plot_runs.py runs/Hopper-v5__* --keep results/runs/hopper     small copies, fit to be committed
 
 One colour is one variant: the runs of one script whose flags agree but for the seed. It is named by its --exp-name and,
-where that is not enough, by the flags that tell it from most of the others. From 5 seeds on a curve is the
-interquartile mean (IQM) with its 95% bootstrap interval; with fewer, every seed is drawn. Published results from
+where that is not enough, by the flags that tell it from most of the others of its environment (so one name may stand
+for other flags in another environment). From 5 seeds on a curve is the interquartile mean (IQM) with its 95% bootstrap
+interval; with fewer, or as long as one seed is behind, every seed is drawn. Published results from
 results/references.json are dashed lines and curves. The table on standard output has, over the seeds, each run's mean
 return of its last 100 training episodes, and that of its evaluation.
 """
@@ -79,16 +80,24 @@ def read_events(directory):
     return np.array(points, np.float64).reshape(-1, 3), text
 
 
+def read_json(file):
+    try:
+        return json.loads(file.read_text()) if file.exists() else {}
+    except json.JSONDecodeError as error:
+        raise SystemExit(f"{file}: {error}") from None
+
+
 def read_run(directory):
-    """The run that a directory holds, in full (event files) or kept (curve.csv)."""
+    """The run that a directory holds, in full (event files) or kept (curve.csv); None if its flags are not known."""
     if (directory / "curve.csv").exists():
         points, text = np.loadtxt(directory / "curve.csv", delimiter=",", skiprows=1, ndmin=2).reshape(-1, 3), ""
     else:
         points, text = read_events(directory)
-    result = json.loads((directory / "result.json").read_text()) if (directory / "result.json").exists() else {}
-    if (directory / "args.json").exists():
-        args, status = json.loads((directory / "args.json").read_text()), result.get("status", "unfinished")
-    else:  # CleanRL's: the flags are a table in the event file, and nothing says that the run ended
+    args, result = (read_json(directory / name) for name in ("args.json", "result.json"))
+    status = result.get("status", "unfinished")
+    if args and "script" in result:
+        args["script"] = result["script"]  # two scripts may be given one --exp-name
+    if not args:  # CleanRL's: the flags are a table in the event file, and nothing says that the run ended
         args, status = dict(re.findall(r"^\|(\w+)\|(.*)\|$", text, re.MULTILINE)), "finished"
     if "env_id" not in args:
         return None
@@ -102,36 +111,44 @@ def read_run(directory):
 
 
 def find_runs(paths):
-    """Every run at or below the paths, in their order; of two with one name, which a suite may share, the first."""
-    for path in map(Path, paths):
+    """Every run at or below the paths; of two of one name and the same flags, which suites may share, the first."""
+    paths = [path for path in map(Path, paths) if path.suffix != ".log"]  # benchmark.sh's logs lie beside its runs
+    for path in paths:
         if not path.is_dir():
             raise SystemExit(f"{path}: no such directory")
-    marks = [mark for path in map(Path, paths) for name in (EVENTS, "curve.csv") for mark in path.rglob(name)]
-    directories = {}
-    for directory in sorted({mark.parent for mark in marks}):
-        if directories.setdefault(directory.name, directory) != directory:
-            print(f"left out, as {directories[directory.name]} has its name: {directory}", file=sys.stderr)
-    runs = map(read_run, directories.values())
-    return [run for run in runs if run is not None]
+    marks = [mark for path in paths for name in (EVENTS, "curve.csv") for mark in path.rglob(name)]
+    runs = {}
+    for run in filter(None, map(read_run, sorted({mark.parent for mark in marks}))):
+        flags = {flag: value for flag, value in run.args.items() if flag not in NOT_THE_VARIANT - {"seed", "env_id"}}
+        first = runs.setdefault((run.directory.name, json.dumps(flags, sort_keys=True)), run)
+        if first is not run:
+            print(f"left out, as {first.directory} is the same run: {run.directory}", file=sys.stderr)
+    return list(runs.values())
 
 
 def name_variants(runs):
     """Sets each run's `variant`: its --exp-name, and the flags that tell it from others of that name and environment.
 
-    Flags that only some of the runs know are left out: a script that gained a flag is still the same variant. So is a
-    flag's value that more than half of the variants share: in a table of ablations only what was changed is named. The
-    runs are sorted by environment, variant and seed.
+    A flag that only some of the runs know tells only those apart: a script that gained one is still the same variant.
+    Left out are a flag's value that more than half of the variants share (in a table of ablations only what was changed
+    is named) and the flags that follow from --preset. The runs are sorted by environment, variant and seed.
     """
     for env_id in {run.env_id for run in runs}:
         for exp_name in {run.args["exp_name"] for run in runs if run.env_id == env_id}:
             group = [run for run in runs if (run.env_id, run.args["exp_name"]) == (env_id, exp_name)]
-            common = set.intersection(*(set(run.args) for run in group)) - NOT_THE_VARIANT
-            telling = [flag for flag in group[0].args if flag in common and len({str(r.args[flag]) for r in group}) > 1]
-            variants = {tuple(str(run.args[flag]) for flag in telling) for run in group}
-            usual = [Counter(values).most_common(1)[0] for values in zip(*variants)]
+            known = dict.fromkeys(flag for run in group for flag in run.args if flag not in NOT_THE_VARIANT)
+            values = {flag: [str(run.args[flag]) if flag in run.args else None for run in group] for flag in known}
+            telling = [flag for flag in known if len(set(values[flag]) - {None}) > 1]
+            if "preset" in telling:
+                presets = values["preset"]
+                free = [flag for flag in telling if len(set(zip(presets, values[flag]))) > len(set(presets))]
+                telling = ["preset", *free]
+            variants = set(zip(*(values[flag] for flag in telling)))
+            usual = [Counter(column).most_common(1)[0] for column in zip(*variants)]
             usual = {flag: value for flag, (value, times) in zip(telling, usual) if 2 * times > len(variants)}
-            for run in group:
-                named = [f"{flag}={run.args[flag]}" for flag in telling if str(run.args[flag]) != usual.get(flag)]
+            for i, run in enumerate(group):
+                own = {flag: values[flag][i] for flag in telling}
+                named = [f"{flag}={value}" for flag, value in own.items() if value not in (None, usual.get(flag))]
                 run.variant = " ".join([exp_name, *named])
     runs.sort(key=lambda run: (run.env_id, run.variant, run.seed))
 
@@ -172,11 +189,16 @@ def table(runs):
     yield "|-|-|-|-|-|-|-|-|"
     for (env_id, variant), group in groups([run for run in runs if math.isfinite(run.training)]).items():
         values = np.array([run.training for run in sorted(group, key=lambda run: run.seed)])
-        evaluations = np.array([run.evaluation for run in group])
+        evaluations = np.array([run.evaluation for run in group if math.isfinite(run.evaluation)])
         if len(values) >= MANY_SEEDS:
             spread = "{} to {}".format(*map(number, interval(values)))
         else:
             spread = ", ".join(map(number, values))
+        evaluation = number(evaluations.mean()) if len(evaluations) else "-"
+        if len(evaluations) > 1:
+            evaluation += f" ± {number(evaluations.std(ddof=1))}"
+        if 0 < len(evaluations) < len(group):
+            evaluation += f" ({len(evaluations)} of {len(group)})"
         yield (
             "| "
             + " | ".join(
@@ -187,9 +209,7 @@ def table(runs):
                     number(values.mean()),
                     number(iqm(values)) if len(values) >= MANY_SEEDS else "-",
                     spread,
-                    f"{number(evaluations.mean())} ± {number(evaluations.std(ddof=1))}"
-                    if len(group) > 1
-                    else number(evaluations[0]),
+                    evaluation,
                     number(np.mean([run.steps_per_second for run in group])),
                 ]
             )
@@ -209,7 +229,7 @@ def published(references, env_id, runs):
 
 def draw(runs, references, axis, out):
     """One panel an environment, one colour a variant, dashed lines for published results (over steps also curves)."""
-    runs = [run for run in runs if len(run.points)]
+    runs = [run for run in runs if np.isfinite(run.points[:, 2]).any()]
     if not runs:
         raise SystemExit("no run has a finished episode: nothing to draw")
     environments, variants = (list(dict.fromkeys(getattr(run, name) for run in runs)) for name in ("env_id", "variant"))
@@ -217,7 +237,9 @@ def draw(runs, references, axis, out):
     rows = math.ceil(len(environments) / columns)
     figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.3 * rows + 0.4), squeeze=False)
     palette = plt.get_cmap("tab10" if len(variants) <= 10 else "tab20")
-    colours = {variant: palette(i % palette.N) for i, variant in enumerate(variants)}
+    if len(variants) > palette.N:
+        palette = plt.get_cmap("turbo", len(variants))
+    colours = {variant: palette(i) for i, variant in enumerate(variants)}
     lines = {}
     for env_id, panel in zip(environments, panels.flat):
         longest = max(run.points[-1, column] for run in runs if run.env_id == env_id)
@@ -230,9 +252,11 @@ def draw(runs, references, axis, out):
                 seen = np.isfinite(means)  # bins without an episode are bridged, not those before the first or last
                 curves.append(np.interp(centres, centres[seen], means[seen], left=np.nan, right=np.nan))
             curves, colour = np.array(curves), colours[variant]
-            if len(curves) < MANY_SEEDS:
+            ends = [run.points[-1, 0] for run in group]  # at the last episodes, a little before the budget's end
+            if len(curves) < MANY_SEEDS or min(ends) < 0.8 * max(ends):
                 for curve in curves:
-                    (lines[variant],) = panel.plot(centres, curve, color=colour, linewidth=1, alpha=0.8)
+                    marker = "." if np.isfinite(curve).sum() == 1 else None  # a line of one point is not seen
+                    (lines[variant],) = panel.plot(centres, curve, color=colour, linewidth=1, alpha=0.8, marker=marker)
             else:
                 whole = np.isfinite(curves).all(0)
                 (lines[variant],) = panel.plot(centres[whole], iqm(curves[:, whole]), color=colour, linewidth=1.5)
@@ -259,15 +283,22 @@ def draw(runs, references, axis, out):
     ncols = min(max(fitting, 1), 3, len(lines))
     figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=ncols, fontsize=8)
     figure.set_layout_engine("constrained")
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--out {out}: {error}") from None
 
 
 def keep(runs, destination):
     """Small copies of finished runs: args.json, result.json and curve.csv, at most 200 means over equal step ranges."""
+    names = Counter(run.directory.name for run in runs)
     for run in runs:
-        if run.status == "unfinished":
-            print(f"not kept, unfinished: {run.directory}", file=sys.stderr)
+        if run.status == "unfinished" or not (run.directory / "result.json").exists():
+            print(f"not kept, unfinished or not of these scripts: {run.directory}", file=sys.stderr)
+            continue
+        if names[run.directory.name] > 1:
+            print(f"not kept, as another run has its name: {run.directory}", file=sys.stderr)
             continue
         directory = Path(destination) / run.directory.name
         directory.mkdir(parents=True, exist_ok=True)

@@ -981,9 +981,10 @@ class Run:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "args.json").write_text(json.dumps(vars(self.args), indent=2) + "\n")
+            (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
         except OSError as error:
             raise SystemExit(f"--run-dir {self.directory}: {error}") from None
+        self._write(vars(self.args), self.directory / "args.json")
         if self.args.track:
             try:
                 import wandb
@@ -1046,7 +1047,10 @@ class Run:
 
     def _write(self, state, file):
         buffer, temporary = io.BytesIO(), file.with_suffix(".tmp")
-        torch.save(state, buffer)
+        if file.suffix == ".json":
+            buffer.write((json.dumps(state, indent=2) + "\n").encode())
+        else:
+            torch.save(state, buffer)
         try:
             with open(temporary, "wb") as stream:
                 stream.write(buffer.getbuffer())
@@ -1119,7 +1123,7 @@ class Run:
             "commit": commit or None,
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
         }
-        (self.directory / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        self._write(result, self.directory / "result.json")
         return result
 
     def finish(self, returns, lengths):
@@ -1138,7 +1142,7 @@ class Run:
         """Writes eval.json beside the checkpoint that --total-timesteps 0 has evaluated; returns what it holds."""
         mean = float(np.mean(returns))
         result = {"returns": returns, "lengths": lengths, "mean": mean, "global_step": self.global_step}
-        (self.directory / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
+        self._write(result, self.directory / "eval.json")
         print(f"evaluation: mean return {mean:.1f} of {len(returns)} episodes")
         return result
 

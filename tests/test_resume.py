@@ -130,6 +130,7 @@ def test_every_tensor_coefficient_and_random_state_is_restored(module, copied, m
     assert {"model", "optimizer", "return_norm", "rng", "iteration", "global_step"} <= saved.keys()
     assert differences(trained(saved), live) == []
     assert differences(trained(saved), trained(load(directory))) == []
+    assert not (directory / "result.json").exists()  # which says that a run has ended: this one goes on
 
 
 @every

@@ -105,6 +105,11 @@ def test_a_run_whose_end_the_shell_missed_is_counted():
     output = subprocess.check_output(["bash", "-euo", "pipefail", "-c", program], text=True, timeout=LIMIT)
     assert output.splitlines() == ["finished run", "0 running, 1 finished, slot 1 free"]
 
+    # A child that is no run, as Bash 5.3 names them: passed over, the run is waited for next.
+    program = program.replace("await_one; echo", "sleep 0 & await_one; echo ${#running[@]}; await_one; echo")
+    output = subprocess.check_output(["bash", "-euo", "pipefail", "-c", program], text=True, timeout=LIMIT)
+    assert output.splitlines() == ["1", "finished run", "0 running, 1 finished, slot 1 free"]
+
 
 def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
     runs, budget = tmp_path / "runs", ("--total-timesteps", "128")
@@ -121,6 +126,7 @@ def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
     assert str(second) in failure and "checkpoint.pt" in failure.splitlines()[2] and str(first) not in failure
 
     (second / "checkpoint.pt").unlink()
+    (second / "result.json").write_text('{"status": ')  # torn: neither finished nor diverged
     before = (first / "result.json").stat().st_mtime_ns
     code, output = finish(sweep(runs, "Healthy", 2, *budget))
     assert code == 0 and steps(second) == 128 and (first / "result.json").stat().st_mtime_ns == before
@@ -130,9 +136,9 @@ def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
     logs = [Path(f"{run}.log").read_text() for run in (first, second)]
     code, output = finish(sweep(runs, "Healthy", 2, *budget))
     assert code == 0 and [Path(f"{run}.log").read_text() for run in (first, second)] == logs
-    reordered = ["--env-ids", "misbehaving:Healthy-v0", "--dry-run", "--", *budget, *FLAGS]
+    reordered = ["--env-ids", "misbehaving:Healthy-v0", "misbehaving:Healthy-v0", "--dry-run", "--", *budget, *FLAGS]
     code, output = finish(start(runs, str(ROOT / "ppo_mlp_gaussian.py"), *reordered))
-    assert "# finished" in output
+    assert output.count("# finished") == 1 == output.count("\n")  # an environment named twice is one
     code, output = finish(sweep(runs, "Healthy", 1, *budget, "--gamma", "0.9", options=["--dry-run"]))
     assert "# new" in output
 
@@ -155,7 +161,12 @@ def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
         ([str(ROOT / "ppo_mlp_gaussian.py")], "--env-ids names no environment"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--seeds", "0"], "whole number"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--gamma", "1"], "flags of the script come after --"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--seed", "3"], "--seed can't come after --"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--run_dir=d"], "--run_dir can't come after --"),
         (["base", "--seeds", "9"], "a suite has its own"),
+        (["base", "--seeds", "1"], "a suite has its own"),
+        (["base", "--runs", ""], "--runs needs a value"),
+        (["base", "--runs", "--dry-run"], "--runs needs a value"),
         (["base", "--launcher", "pbs"], "local or slurm"),
         (["base", "--time", "10"], "--launcher slurm"),
         (["base", "--workers"], "needs a value"),
@@ -303,12 +314,76 @@ def test_of_ablations_only_what_was_changed_is_named(tmp_path):
     }  # fmt: skip
 
 
+def test_flags_that_not_every_run_knows_and_two_scripts_of_one_name_are_told_apart(tmp_path):
+    for seed, arm in enumerate([{}, {"beta": 1}, {"beta": 2}, {"beta": 1, "gamma": 0.5}, {"beta": 1, "gamma": 0.7}]):
+        kept_run(tmp_path / f"a{seed}", "A-v0", seed, 1.0, **{"gamma": 0.9} | arm)
+    for seed in (1, 2):
+        kept_run(tmp_path / f"b{seed}", "B-v0", seed, 1.0)
+        result = json.loads((tmp_path / f"b{seed}" / "result.json").read_text())
+        (tmp_path / f"b{seed}" / "result.json").write_text(json.dumps(result | {"script": f"ppo_{seed}"}))
+    runs = plot_runs.find_runs([tmp_path])
+    plot_runs.name_variants(runs)
+    assert {run.seed: run.variant for run in runs if run.env_id == "A-v0"} == {
+        0: "ppo_x", 1: "ppo_x", 2: "ppo_x beta=2", 3: "ppo_x gamma=0.5", 4: "ppo_x gamma=0.7"
+    }  # fmt: skip
+    assert [run.variant for run in runs if run.env_id == "B-v0"] == ["ppo_x script=ppo_1", "ppo_x script=ppo_2"]
+
+
+def test_flags_that_follow_from_the_preset_are_not_named(tmp_path):
+    presets = {"a": {"rate": 1, "clip": 0.1}, "b": {"rate": 2, "clip": 0.1}, "c": {"rate": 3, "clip": 0.2}}
+    for seed, preset in enumerate("abc"):
+        kept_run(tmp_path / preset, "A-v0", seed, 1.0, preset=preset, lam=0.9, **presets[preset])
+    kept_run(tmp_path / "d", "A-v0", 3, 1.0, preset="c", lam=0.5, **presets["c"])
+    runs = plot_runs.find_runs([tmp_path])
+    plot_runs.name_variants(runs)
+    names = {run.seed: run.variant for run in runs}
+    assert names == {0: "ppo_x preset=a", 1: "ppo_x preset=b", 2: "ppo_x preset=c", 3: "ppo_x preset=c lam=0.5"}
+
+
 def test_a_run_that_two_suites_keep_counts_once(tmp_path, capsys):
     for suite in ("first", "second"):
-        kept_run(tmp_path / suite / "A__1", "A-v0", 1, 5.0)
+        kept_run(tmp_path / suite / "A__1", "A-v0", 1, 5.0, run_dir=suite)
     kept_run(tmp_path / "second" / "A__2", "A-v0", 2, 6.0)
-    assert [run.seed for run in plot_runs.find_runs([tmp_path])] == [1, 2]
+    (tmp_path / "second" / "A__2.log").write_text("beside the run, as benchmark.sh's are")
+    assert [run.seed for run in plot_runs.find_runs([tmp_path, tmp_path / "second" / "A__2.log"])] == [1, 2]
     assert str(tmp_path / "second" / "A__1") in capsys.readouterr().err
+    # With other flags it is another run, though it can't be kept beside the first.
+    kept_run(tmp_path / "third" / "A__1", "A-v0", 1, 7.0, gamma=0.5)
+    kept_run(tmp_path / "third" / "b" / "A__1", "A-v0", 3, 8.0)
+    runs = plot_runs.find_runs([tmp_path])
+    assert [run.training for run in runs] == [5.0, 6.0, 7.0, 8.0]
+    plot_runs.keep(runs, tmp_path / "kept")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["A__2"]
+    assert capsys.readouterr().err.count("as another run has its name") == 3
+
+
+def test_an_evaluation_that_some_seeds_lack_says_of_how_many_it_is(tmp_path):
+    for seed in (1, 2, 3):
+        kept_run(tmp_path / f"a{seed}", "A-v0", seed, 10.0 * seed)
+    result = json.loads((tmp_path / "a2" / "result.json").read_text())
+    (tmp_path / "a2" / "result.json").write_text(json.dumps(result | {"eval_returns": None}))
+    runs = plot_runs.find_runs([tmp_path])
+    plot_runs.name_variants(runs)
+    assert rows(runs)[0][6] == "21.0 ± 14.1 (2 of 3)"  # of 11 and 31
+
+
+def test_while_a_seed_is_behind_every_curve_is_drawn(tmp_path):
+    points = np.array([[step, step / 60, 1.0] for step in range(0, 1001, 10)])
+    for shortest, lines in ((500, 6), (1000, 1)):
+        runs = [
+            plot_runs.Run(tmp_path, "A-v0", seed, {}, points[points[:, 0] <= (shortest if seed else 1000)],
+                          "unfinished", 1.0, math.nan, 1.0, "ours")
+            for seed in range(6)
+        ]  # fmt: skip
+        plot_runs.draw(runs, {}, "steps", tmp_path / "figure.png")
+        assert len(plot_runs.plt.gcf().axes[0].get_lines()) == lines
+
+
+def test_a_torn_file_ends_in_one_line(tmp_path):
+    kept_run(tmp_path / "a", "A-v0", 1, 1.0)
+    (tmp_path / "a" / "result.json").write_text('{"status": ')
+    with pytest.raises(SystemExit, match="result.json: Expecting value"):
+        plot_runs.find_runs([tmp_path])
 
 
 def test_a_resumed_runs_event_files_are_merged(tmp_path):
@@ -392,6 +467,10 @@ def test_cleanrl_runs_unfinished_ones_and_the_figure(tmp_path, capsys, monkeypat
         assert f"- unfinished: {tmp_path / 'begun'}" in output
         assert f"- no finished episode: {tmp_path / 'begun'}" in output
         assert (tmp_path / "f.png").stat().st_size > 10000
+    plot_runs.keep(plot_runs.find_runs([tmp_path]), tmp_path / "kept")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [f"ours{seed}" for seed in range(1, 7)]
+    errors = capsys.readouterr().err
+    assert [f"{tmp_path / name}\n" in errors for name in ("theirs", "begun", "ours1")] == [True, True, False]
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
