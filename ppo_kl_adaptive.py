@@ -44,12 +44,14 @@ Resume:  python ppo_kl_adaptive.py --resume runs/HalfCheetah-v5__ppo_kl_adaptive
 
 import argparse
 import copy
+import fcntl
 import io
 import json
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import platform
 import random
@@ -64,7 +66,6 @@ import threading
 import time
 import traceback
 import warnings
-import weakref
 from collections import deque
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) there"""
     capture_video: bool = False
-    """record the evaluation episodes to RUN_DIR/videos (for MuJoCo set MUJOCO_GL=egl or osmesa)"""
+    """record the last evaluation's episodes to RUN_DIR/videos (for MuJoCo set MUJOCO_GL=egl or osmesa)"""
     num_workers: int = 0
     """processes that step the environments; 0: one for each core"""
     compile: bool = False
@@ -123,7 +124,7 @@ class Args:
     num_steps: int = 0
     """steps of each environment in an iteration; 0: whole episodes instead"""
     anneal_lr: bool = False
-    """lower the learning rate linearly to 0"""
+    """lower the learning rate linearly to 0 over --total-timesteps"""
     gamma: float = 0.995
     """discount factor"""
     gae_lambda: float = 0.98
@@ -214,9 +215,10 @@ class TimeFeature(gym.ObservationWrapper):
 def make_env(env_id, eval_episodes=0, video_folder=None, time_feature=False):
     """One environment; exits with one line if this script can't drive it."""
     env = gym_make(env_id, eval_episodes, video_folder)
-    for name, space in (("observation", env.observation_space), ("action", env.action_space)):
-        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
-            raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; this script needs a flat Box")
+    for name, space, kinds in (("observation", env.observation_space, "biuf"), ("action", env.action_space, "f")):
+        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or space.dtype.kind not in kinds:
+            needed = "this script needs flat Boxes, of floats for actions"
+            raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; {needed}")
     return TimeFeature(env) if time_feature else env
 
 
@@ -619,6 +621,8 @@ def train(args: Args) -> dict:
 
         while run.global_step < run.budget:
             iteration = run.iteration + 1
+            if run.evaluation_due():
+                run.log_evaluation(*evaluate(agent, args, device))
             left = 1 - run.global_step / run.budget if args.anneal_lr else 1
             multipliers = (carried.lr_multiplier, 1.0)
             for group, learning_rate, multiplier in zip(optimizer.param_groups, learning_rates, multipliers):
@@ -677,8 +681,6 @@ def train(args: Args) -> dict:
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             scalars["time/policy"], scalars["time/value"] = value_start - policy_start, value_end - value_start
             run.end_iteration(iteration, scalars, policy_start - rollout_start, end - policy_start)
-            if args.eval_interval and iteration % args.eval_interval == 0 and run.global_step < run.budget:
-                run.log_evaluation(*evaluate(agent, args, device))
 
         return run.finish(*evaluate(agent, args, device, run.video_folder))
 
@@ -865,7 +867,8 @@ class SubprocVecEnv:
             cores = [None] * len(self.slices)
         seeds = np.random.SeedSequence(seed).spawn(num_envs)
         self.connections, self.processes = [], []
-        self.close = weakref.finalize(self, _close, self.connections, self.processes)  # at exit too, if never called
+        # At exit too, if never called: before multiprocessing waits for daemons that its SIGTERM does not end.
+        self.close = multiprocessing.util.Finalize(self, _close, (self.connections, self.processes), exitpriority=0)
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
         try:
@@ -886,9 +889,6 @@ class SubprocVecEnv:
                 worker_end.close()
                 self.connections.append(connection)
                 self.processes.append(process)
-            for connection in self.connections:
-                while not connection.poll(0.1):
-                    check_signals()
             self._receive()
         except BaseException:
             self.close()
@@ -925,7 +925,8 @@ class SubprocVecEnv:
         # waited for first, its answer would wake this process in the midst of the last one's work.
         for part, connection, process in [*zip(self.slices, self.connections, self.processes)][::-1]:
             try:
-                answer = os.read(connection.fileno(), 1)
+                with _leaving_at_once():  # a step may hang
+                    answer = os.read(connection.fileno(), 1)
                 if answer == FAULT:
                     raise EnvError(connection.recv_bytes().decode())
             except (EOFError, ConnectionError):
@@ -984,6 +985,7 @@ def _leaving_at_once():
     global _leave_at_once
     _leave_at_once = True
     try:
+        check_signals()  # after one that came just before, none may come any more
         yield
     finally:
         _leave_at_once = False
@@ -995,21 +997,25 @@ def flag(name):
 
 def check_args(args, whole_episodes=False):
     """Exits with one line where the sizes make no sense; with `whole_episodes`, --num-steps 0 is a batch of those."""
-    least = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), 1)
-    least |= {"num_steps": 0} if whole_episodes else {}
-    counts = "seed num_workers checkpoint_interval eval_episodes eval_interval total_timesteps"
-    least |= dict.fromkeys(counts.split(), 0)
-    for name, value in least.items():
-        if getattr(args, name) < value:
-            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be at least {value}")
+    limits = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), (1, np.inf))
+    limits |= {"num_steps": (0, np.inf)} if whole_episodes else {}
+    names = "num_workers checkpoint_interval eval_episodes eval_interval total_timesteps".split()
+    names += ["clip_coef", "max_grad_norm"]
+    names += [name for name, value in vars(args).items() if name.endswith("learning_rate") and value is not None]
+    limits |= dict.fromkeys(names, (0, np.inf)) | {"seed": (0, 2**64 - 1), "gamma": (0, 1), "gae_lambda": (0, 1)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(args, name) <= high:
+            bounds = f"at least {low}" if high == np.inf else f"from {low} to {high}"
+            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be {bounds}")
     batch_size = args.num_envs * args.num_steps
     batch = f"a batch of {batch_size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
     if batch_size and (batch_size % args.num_minibatches or batch_size // args.num_minibatches < 2):
         raise SystemExit(f"--num-minibatches {args.num_minibatches}: must cut {batch} into equal parts of 2 or more")
     if args.total_timesteps == 0 and (args.resume is None or args.eval_episodes == 0):
         raise SystemExit("--total-timesteps 0 only evaluates: it needs --resume PATH and --eval-episodes of 1 or more")
-    if args.eval_interval and args.eval_episodes == 0:
-        raise SystemExit("--eval-interval needs --eval-episodes of 1 or more")
+    if (args.eval_interval or args.capture_video) and args.eval_episodes == 0:
+        name = "--eval-interval" if args.eval_interval else "--capture-video"
+        raise SystemExit(f"{name} needs --eval-episodes of 1 or more")
     if 0 < args.total_timesteps < batch_size:
         raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}")
 
@@ -1092,8 +1098,8 @@ class Run:
         self.recent_returns = deque(maxlen=100)
         self.seconds = self.training_seconds = 0.0  # since the run's first start; in rollouts and updates alone
         self.started = time.perf_counter()
-        self.checkpoint = self.writer = self.snapshot = None
-        self.env_seed, self.saved_iteration = args.seed, 0
+        self.checkpoint = self.writer = self.snapshot = self.directory = self.lock = None
+        self.env_seed, self.saved_iteration, self.last_evaluation = args.seed, 0, 0
         if args.resume is not None:
             self.checkpoint, file = read_checkpoint(args.resume)
             self.directory = file.parent
@@ -1106,18 +1112,15 @@ class Run:
                 setattr(self, name, self.checkpoint[name])
             self.recent_returns.extend(self.checkpoint["recent_returns"])
             self.saved_iteration, self.env_seed = self.iteration, [args.seed, self.iteration]
+            self.last_evaluation = self.checkpoint.get("last_evaluation", self.iteration)  # not in older ones
             if 0 < args.total_timesteps < min(self.global_step, self.checkpoint["args"]["total_timesteps"]):
                 raise SystemExit(f"--total-timesteps {args.total_timesteps}: the run has {self.global_step} already")
-        else:
-            name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-").replace(
-                ":", "-"
-            )
-            self.directory = Path(args.run_dir or f"runs/{name}")
+        elif args.run_dir is not None:
+            self.directory = Path(args.run_dir)
             if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt")):
                 raise SystemExit(
                     f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}, or name another"
                 )
-        self.video_folder = str(self.directory / "videos") if args.capture_video else None
         if args.capture_video:
             check_video(args.env_id)
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -1126,8 +1129,8 @@ class Run:
         torch.manual_seed(args.seed)
 
     def __enter__(self):
-        global _signal_received
-        _signal_received = None
+        global _signal_received, _leave_at_once
+        _signal_received, _leave_at_once = None, False
         self.threads, self.handlers = torch.get_num_threads(), {}
         if threading.current_thread() is threading.main_thread():
             self.handlers = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -1142,11 +1145,7 @@ class Run:
             self._load(self.checkpoint)
         if self.args.total_timesteps == 0:
             return
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
-        except OSError as error:
-            raise SystemExit(f"--run-dir {self.directory}: {error}") from None
+        self._open_directory()
         self._write(vars(self.args), self.directory / "args.json")
         if self.args.track:
             try:
@@ -1171,6 +1170,34 @@ class Run:
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         self._take_snapshot()
+
+    def _open_directory(self):
+        """Makes the directory, or takes the given one, and keeps other processes out of it."""
+        args = self.args
+        try:
+            while self.directory is None:
+                name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+                directory = Path("runs", name.replace("/", "-").replace(":", "-"))
+                try:
+                    directory.mkdir(parents=True)
+                    self.directory = directory
+                except FileExistsError:  # of a run that began in the same second
+                    time.sleep(1)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.lock = os.open(self.directory, os.O_RDONLY)
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SystemExit(f"{self.directory}: another process works at this run") from None
+            except OSError:
+                pass  # some network file systems have no such locks
+            (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
+        except OSError as error:
+            raise SystemExit(f"--run-dir {self.directory}: {error}") from None
+
+    @property
+    def video_folder(self):
+        return str(self.directory / "videos") if self.args.capture_video else None
 
     def _load(self, checkpoint):
         if checkpoint["shapes"] != self.shapes:
@@ -1199,6 +1226,7 @@ class Run:
         state |= {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
         state["rng"] = {"torch": torch.get_rng_state(), "cuda": cuda}
         state |= {"global_step": self.global_step, "iteration": self.iteration}
+        state |= {"last_evaluation": self.last_evaluation}
         state |= {"seconds": self.seconds + time.perf_counter() - self.started}
         state |= {"training_seconds": self.training_seconds, "recent_returns": list(self.recent_returns)}
         self.snapshot = state
@@ -1234,8 +1262,16 @@ class Run:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, self.global_step)
 
+    def evaluation_due(self):
+        """Whether --eval-interval asks for an evaluation of the state that the last iteration left: once each."""
+        interval = self.args.eval_interval
+        return interval > 0 and self.iteration % interval == 0 and self.iteration > self.last_evaluation
+
     def log_evaluation(self, returns, lengths):
         self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
+        self.last_evaluation = self.snapshot["last_evaluation"] = self.iteration
+        if self.saved_iteration == self.iteration:
+            self._save()
 
     def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
         """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
@@ -1292,7 +1328,8 @@ class Run:
     def finish(self, returns, lengths):
         """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
         if returns:
-            self.log_evaluation(returns, lengths)
+            if self.iteration > self.last_evaluation:
+                self.log_evaluation(returns, lengths)
             print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
         left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
         policy = {name: value for name, value in self.snapshot.items() if name not in left_out}
@@ -1305,8 +1342,8 @@ class Run:
         """Writes eval.json beside the checkpoint that --total-timesteps 0 has evaluated; returns what it holds."""
         mean = float(np.mean(returns))
         result = {"returns": returns, "lengths": lengths, "mean": mean, "global_step": self.global_step}
-        self._write(result, self.directory / "eval.json")
         print(f"evaluation: mean return {mean:.1f} of {len(returns)} episodes")
+        self._write(result, self.directory / "eval.json")
         return result
 
     def __exit__(self, _, error, __):
@@ -1314,6 +1351,8 @@ class Run:
             if self.snapshot["iteration"] > self.saved_iteration:
                 self._save()
             self.writer.close()
+        if self.lock is not None:
+            os.close(self.lock)
         torch.set_num_threads(self.threads)
         for signum, handler in self.handlers.items():  # only now: a signal must not cut the saving short
             signal.signal(signum, handler)

@@ -35,6 +35,8 @@ class Misbehaving(gym.Env):
             self.observation_space = gym.spaces.Dict({"point": self.observation_space})
         if discrete:
             self.action_space = gym.spaces.Discrete(3)
+        if fault == "whole number actions":
+            self.action_space = gym.spaces.Box(-1, 1, (2,), np.int64)
         if fault == "binary actions":
             self.action_space = gym.spaces.MultiBinary(2)
         self.log("made")
@@ -80,8 +82,7 @@ class Misbehaving(gym.Env):
             os._exit(3)
         if self.fault == "slow step":
             time.sleep(0.5)
-        if self.fault == "hang in step":
-            self.log("fault")
+        if self.due("hang in step"):
             time.sleep(120)
         self.point += 0.1 * self.np_random.normal(size=3)
         self.point[:2] += 0.3 * (action - 1 if np.ndim(action) == 0 else action.clip(-1, 1))
@@ -112,6 +113,7 @@ register("ByteObservation", "byte observation")
 register("DiscreteByteObservation", "byte observation", discrete=True)
 register("DiscreteAction", discrete=True)
 register("BinaryActions", "binary actions")
+register("WholeNumberActions", "whole number actions")
 register("RaiseInConstructor", "raise in constructor")
 register("RaiseInStep", "raise in step")
 register("DiscreteRaiseInStep", "raise in step", discrete=True)

@@ -121,7 +121,7 @@ def test_every_tensor_coefficient_and_random_state_is_restored(module, copied, m
         live.update({name: copy.deepcopy(part.state_dict()) for name, part in parts.items()})
         live["rng"] = {"torch": torch.get_rng_state(), "cuda": None}
         live.update(global_step=run.global_step, iteration=run.iteration, recent_returns=list(run.recent_returns))
-        live.update(script=module.__name__, shapes=run.shapes)
+        live.update(script=module.__name__, shapes=run.shapes, last_evaluation=run.last_evaluation)
         raise Stop
 
     monkeypatch.setattr(module.Run, "begin", begin_and_stop)
@@ -175,9 +175,19 @@ def test_same_seed_is_the_same_run_whatever_the_number_of_workers(module, tmp_pa
 def test_another_process_with_the_same_seed_is_the_same_run(runs, tmp_path):
     command = [sys.executable, str(TESTS.parent / "ppo_mlp_gaussian.py"), f"--run-dir={tmp_path / 'run'}", "--no-cuda"]
     command += ["--env-id=misbehaving:Healthy-v0", "--num-envs=4", "--num-steps=16", "--num-minibatches=2"]
-    command += ["--update-epochs=2", f"--total-timesteps={3 * BATCH}", "--eval-episodes=0"]
+    command += ["--update-epochs=2", f"--total-timesteps={3 * BATCH}", "--eval-episodes=5"]
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(TESTS)})
     assert differences(trained(load(tmp_path / "run")), trained(load(runs[base]))) == []
+
+
+@every
+def test_max_grad_norm_of_0_is_no_limit(module, tmp_path):
+    trainings = []
+    for limit in (0.0, 1e30, 1e-4):
+        module.train(small_args(module, tmp_path / str(limit), 2, max_grad_norm=limit))
+        trainings.append(trained(load(tmp_path / str(limit))))
+    assert differences(trainings[0], trainings[1]) == []
+    assert differences(trainings[0], trainings[2]) != []
 
 
 # Curves
@@ -348,9 +358,55 @@ def test_evaluation_alone_as_a_process(copied):
 def test_evaluation_does_not_change_the_training(module, tmp_path):
     module.train(small_args(module, tmp_path / "without", eval_episodes=0))
     module.train(small_args(module, tmp_path / "with", eval_episodes=3, eval_interval=1))
-    assert differences(*(trained(load(tmp_path / name)) for name in ("without", "with"))) == []
+    without, evaluated = (trained(load(tmp_path / name)) for name in ("without", "with"))
+    assert (without.pop("last_evaluation"), evaluated.pop("last_evaluation")) == (0, 3)
+    assert differences(without, evaluated) == []
     for name in ("eval/episodic_return", "eval/episodic_length"):
         assert [at for at, _ in points(tmp_path / "with")[name]] == [64, 128, 192]
+
+
+@every
+def test_evaluation_that_was_cut_short_is_made_after_the_resume(module, tmp_path, monkeypatch):
+    changes = {"eval_episodes": 3, "eval_interval": 1, "checkpoint_interval": 0}
+    module.train(small_args(module, tmp_path / "whole", **changes))
+    evaluate, calls = module.evaluate, []
+
+    def evaluate_and_stop(*inputs):
+        calls.append(inputs)
+        if len(calls) == 2:
+            raise Stop
+        return evaluate(*inputs)
+
+    monkeypatch.setattr(module, "evaluate", evaluate_and_stop)
+    with pytest.raises(Stop):
+        module.train(small_args(module, tmp_path / "cut", **changes))
+    time.sleep(1.1)  # event files are read in the order of their names, which begin with the second
+    module.train(resume_args(module, tmp_path / "cut"))
+    whole, cut = (points(tmp_path / name)["eval/episodic_return"] for name in ("whole", "cut"))
+    assert [at for at, _ in cut] == [64, 128, 192] and len(calls) == 4
+    assert cut[:2] == whole[:2]
+
+
+def test_finished_run_that_is_resumed_repeats_no_evaluation(copied):
+    directory = copied(base)
+    before = points(directory)["eval/episodic_return"]
+    time.sleep(1.1)
+    base.train(resume_args(base, directory, eval_interval=1))
+    assert points(directory)["eval/episodic_return"] == before
+    checkpoint = load(directory)
+    assert checkpoint.pop("last_evaluation") == 3
+    torch.save(checkpoint, directory / "checkpoint.pt")  # as it was before this was saved
+    time.sleep(1.1)
+    base.train(resume_args(base, directory, eval_interval=1, total_timesteps=4 * BATCH))
+    assert [at for at, _ in points(directory)["eval/episodic_return"]] == [192, 256]
+
+
+def test_evaluation_is_printed_even_if_it_can_not_be_written(copied, capsys):
+    directory = copied(base)
+    (directory / "eval.json").mkdir()
+    with pytest.raises(SystemExit, match="eval.json can't be written"):
+        base.train(resume_args(base, directory, total_timesteps=0))
+    assert "evaluation: mean return " in capsys.readouterr().out
 
 
 def test_evaluation_counts_the_first_episodes_started_whatever_the_number_of_environments(copied):
@@ -490,6 +546,30 @@ def test_workers_leave_signals_to_the_parent():
                 os.kill(process.pid, signum)
             envs.step(np.zeros((2, 2)))
         assert all(process.is_alive() for process in envs.processes)
+
+
+def test_environments_that_nobody_closes_do_not_keep_the_process(tmp_path):
+    """Not even where something else asked first to be told of the exit."""
+    (tmp_path / "script.py").write_text("""
+import weakref
+from functools import partial
+
+class Thing:
+    pass
+
+kept = Thing()
+weakref.finalize(kept, print, "goodbye")
+
+import ppo_mlp_gaussian as base
+
+if __name__ == "__main__":
+    envs = base.SubprocVecEnv(partial(base.make_env, "misbehaving:Healthy-v0"), 2, 2, 1)
+    print(envs.reset().shape)
+""")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    output = subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True, text=True).stdout
+    assert "(2, 3)" in output and "goodbye" in output
 
 
 def test_close_can_be_called_twice_and_leaves_the_variable_of_threads_alone(monkeypatch):

@@ -32,6 +32,7 @@ SIGNAL_LIMIT = 10  # seconds to save and leave after a signal: it should take un
 SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1, "num_workers": 2, "eval_episodes": 0}
 BATCH = 64
 DISCRETE = {"ppo_lstm_atari"}  # scripts that need discrete actions
+CONTINUOUS = [base, flagship, value_first, adaptive, comb]
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds orphans in /proc")
 
@@ -112,11 +113,12 @@ def start(tmp_path):
     """start(flags, env=..., script=..., VARIABLE=...) -> Process; what is left of it is killed after the test."""
     started = []
 
-    def start(*flags, env="Healthy", script="ppo_mlp_gaussian", file=None, small=True, **variables):
+    def start(*flags, env="Healthy", script="ppo_mlp_gaussian", file=None, small=True, run_dir=True, **variables):
         sizes = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()] if small else []
         env_id = [f"--env-id=misbehaving:{env}-v0"] if env else []
         directory = tmp_path / f"run{len(started)}"
-        flags = ["--no-cuda", f"--run-dir={directory}", *sizes, *env_id, *map(str, flags)]
+        run_dir = [f"--run-dir={directory}"] if run_dir else []
+        flags = ["--no-cuda", *run_dir, *sizes, *env_id, *map(str, flags)]
         started.append(Process(file or TESTS.parent / f"{script}.py", directory, flags, variables))
         return started[-1]
 
@@ -243,7 +245,7 @@ def test_worker_killed_from_outside_is_noticed(start):
 @pytest.mark.parametrize("env", ["Healthy", "HangInStep"])
 def test_killed_parent_leaves_no_process(start, env):
     run = start("--total-timesteps=64000000", env=env)
-    run.wait_until(lambda: run.steps() or run.events("fault"))
+    run.wait_until(lambda: run.steps() if env == "Healthy" else run.events("fault"))
     assert len(run.pids()) >= 4  # the parent, the fork server, two workers
     run.process.kill()
     run.process.wait()
@@ -290,14 +292,25 @@ def test_signal_sent_twice_at_once_saves_too(start):
     assert load(run.directory)["global_step"] == run.steps()[-1]
 
 
+@pytest.mark.parametrize("script", ["ppo_mlp_gaussian", "ppo_interleaved_gru_beta"])
+def test_signal_while_a_step_hangs_saves_the_last_whole_iteration(start, script):
+    run = start("--checkpoint-interval=0", "--total-timesteps=64000", env="HangInStep", script=script)
+    run.wait_until(lambda: run.events("fault"))
+    sent = time.time()
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.assert_ends(130, "stopped by SIGINT", f"--resume {run.directory}", since=sent, limit=SIGNAL_LIMIT)
+    assert load(run.directory)["global_step"] == run.steps()[-1] == 2 * BATCH
+
+
 def test_second_interrupt_leaves_at_once(start):
-    run = start(env="HangInStep")
+    run = start("--checkpoint-interval=0", "--total-timesteps=64000", env="HangInStep")
     run.wait_until(lambda: run.events("fault"))
     os.killpg(run.process.pid, signal.SIGINT)
-    time.sleep(1.5)
+    time.sleep(1)  # the first one gives the worker that hangs two seconds to end
     sent = time.time()
     os.killpg(run.process.pid, signal.SIGINT)
     run.assert_ends(130, since=sent, limit=SIGNAL_LIMIT)
+    assert "stopped by" not in run.stderr.read_text() and not (run.directory / "checkpoint.pt").exists()
 
 
 def test_signal_in_a_slow_step_ends_the_run(start):
@@ -529,6 +542,7 @@ def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
         (comb, "EqualBounds", ["action bounds", "low < high"]),
         (value_first, "DictObservation", ["observation", "Dict"]),
         (value_first, "BinaryActions", ["action", "MultiBinary(2)", "Discrete"]),
+        *((module, "WholeNumberActions", ["action", "int64", "floats"]) for module in CONTINUOUS),
     ],
 )
 def test_spaces_that_the_script_can_not_drive_are_named(tmp_path, module, env, words):
@@ -594,6 +608,15 @@ def test_missing_humanoid_bench_is_one_line(start, tmp_path):
         (base, {"total_timesteps": -1}, ["--total-timesteps -1"]),
         (base, {"total_timesteps": 0}, ["--total-timesteps 0", "--resume"]),
         (base, {"eval_interval": 1}, ["--eval-interval", "--eval-episodes"]),
+        (base, {"capture_video": True}, ["--capture-video", "--eval-episodes"]),
+        (base, {"seed": 2**64}, [f"--seed {2**64}"]),
+        (base, {"gamma": 1.5}, ["--gamma 1.5", "from 0 to 1"]),
+        (base, {"gae_lambda": float("nan")}, ["--gae-lambda nan", "from 0 to 1"]),
+        (base, {"learning_rate": -1.0}, ["--learning-rate -1.0", "at least 0"]),
+        (base, {"critic_learning_rate": -1.0}, ["--critic-learning-rate -1.0"]),
+        (adaptive, {"value_learning_rate": -1.0}, ["--value-learning-rate -1.0"]),
+        (base, {"clip_coef": -0.1}, ["--clip-coef -0.1"]),
+        (base, {"max_grad_norm": -0.5}, ["--max-grad-norm -0.5"]),
         (flagship, {"num_envs": 0}, ["--num-envs 0"]),
         (base, {"num_steps": 0}, ["--num-steps 0"]),
         (adaptive, {"num_steps": -1}, ["--num-steps -1"]),
@@ -626,6 +649,46 @@ def test_budget_that_whole_iterations_do_not_use_up_is_printed(tmp_path, capsys)
     result = base.train(small_args(base, tmp_path / "run", total_timesteps=2 * BATCH + 10))
     assert result["global_step"] == 2 * BATCH
     assert "last 10 of 138 steps" in capsys.readouterr().out
+
+
+def test_runs_of_one_name_have_a_directory_each(start, tmp_path):
+    """Begun side by side, in the same second or not."""
+    started = [start(f"--learning-rate={rate}", "--total-timesteps=64", run_dir=False) for rate in (1e-3, 1e-4, 1e-5)]
+    for run in started:
+        run.assert_ends(0)
+    directories = list((tmp_path / "runs").iterdir())
+    assert {json.loads((x / "args.json").read_text())["learning_rate"] for x in directories} == {1e-3, 1e-4, 1e-5}
+    assert len(directories) == 3
+    assert all(re.fullmatch(r"misbehaving-Healthy-v0__ppo_mlp_gaussian__1__\d+", x.name) for x in directories)
+
+
+def test_second_run_of_one_name_waits_for_a_second_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = iter([1000, 1000, 1001])
+    monkeypatch.setattr(base.time, "time", lambda: next(now, 2000))
+    monkeypatch.setattr(base.time, "sleep", lambda seconds: None)
+    for _ in range(2):
+        run = base.Run(base.Args(**SMALL | {"total_timesteps": BATCH}))
+        run._open_directory()
+        os.close(run.lock)
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names == ["HalfCheetah-v5__ppo_mlp_gaussian__1__1000", "HalfCheetah-v5__ppo_mlp_gaussian__1__1001"]
+
+
+@pytest.mark.parametrize("begin", ["fresh", "resumed"])
+def test_directory_in_which_another_process_works_is_left_alone(start, tmp_path, run_copy, begin):
+    flags = {"fresh": [f"--run-dir={tmp_path / 'shared'}"], "resumed": [f"--resume={run_copy}"]}[begin]
+    more = ["--total-timesteps=64000000", "--checkpoint-interval=0"]
+    first = start(*flags, *more, run_dir=False)
+    first.wait_until(lambda: first.steps())
+    second = start(*flags, *more, run_dir=False)
+    directory = {"fresh": tmp_path / "shared", "resumed": run_copy}[begin]
+    second.assert_ends(1, str(directory), "another process works at this run")
+    sent = time.time()
+    os.kill(first.process.pid, signal.SIGINT)
+    first.assert_ends(130, f"--resume {directory}", since=sent, limit=SIGNAL_LIMIT)
+    assert load(directory)["global_step"] == first.steps()[-1]
+    assert len(list(directory.glob("events.out.*"))) == (1 if begin == "fresh" else 2)
 
 
 @pytest.mark.parametrize("flags", [["--no-such-flag", "1"], ["--num-envs", "four"], ["--resume"]], ids=" ".join)
