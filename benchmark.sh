@@ -147,6 +147,7 @@ suite() {
       local part
       for part in "" "--window 1" --no-interleave "--state-coef 0" --separate-critic "--beta-head alpha" \
         --no-pose-actions "--stall-steps 0"; do
+        # shellcheck disable=SC2086  # a part is several words, or none
         sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 \
           --learning-rate 2e-3 --no-anneal-lr $part
       done
