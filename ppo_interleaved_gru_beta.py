@@ -414,7 +414,7 @@ class Agent(nn.Module):
 
     def to_env(self, x):
         """[0, 1] -> the action bounds."""
-        return (self.low + x * (self.high - self.low)).clamp(self.low, self.high)
+        return self.low + x * (self.high - self.low)
 
     def memory(self, num_envs=1):
         """What `act` remembers of the episodes of `num_envs` environments."""

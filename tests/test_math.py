@@ -127,9 +127,9 @@ def test_actions_reach_the_environment_clipped_or_scaled():
 
 
 def test_scaled_actions_stay_within_bounds_that_are_not_symmetric():
-    """Rounding alone would carry about one bound in nine across, here those of a thousand dimensions."""
+    """Rounding alone would carry one of ten upper bounds across, here those of a thousand dimensions."""
     low = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    high = low + np.random.default_rng(1).exponential(size=1000).astype(np.float32)
+    high = (low + np.random.default_rng(1).exponential(size=1000)).astype(np.float32)
     policy = ppo.Agent(OBSERVATIONS, gym.spaces.Box(low, high), ppo.Args(scale_actions=True))
     for end in (-1.0, 1.0):
         action = policy.to_env(torch.full((1000,), end)).numpy()
