@@ -9,7 +9,8 @@ where that is not enough, by the flags that tell it from most of the others of i
 for other flags in another environment). From 5 seeds on a curve is the interquartile mean (IQM) with its 95% bootstrap
 interval; with fewer, or as long as one seed is behind, every seed is drawn. Published results from
 results/references.json are dashed lines and curves. The table on standard output has, over the seeds, each run's mean
-return of its last 100 training episodes, and that of its evaluation.
+return of its last 100 training episodes, and that of its evaluation. Of several runs of one seed one counts: the last
+by name that has ended.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import math
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -39,6 +40,10 @@ NOT_THE_VARIANT = {
 }  # fmt: skip
 EVENTS = "events.out.tfevents.*"
 MANY_SEEDS = 5  # from here on a mean and an interval say more than every seed
+MARKS = {
+    "†": "a run was resumed with other flags (`changed` in its result.json)",
+    "‡": "the runs differ in the versions of packages (`versions` in their result.json)",
+}
 
 
 @dataclass
@@ -55,6 +60,7 @@ class Run:
     evaluation: float
     steps_per_second: float
     variant: str = ""
+    result: dict = field(default_factory=dict)
 
 
 def read_events(directory):
@@ -107,23 +113,18 @@ def read_run(directory):
     minutes = points[-1, 1] if len(points) else 0
     speed = result.get("steps_per_second") or (points[-1, 0] / minutes / 60 if minutes else math.nan)
     evaluation = np.mean(result["eval_returns"]) if result.get("eval_returns") else math.nan
-    return Run(directory, args["env_id"], int(args["seed"]), args, points, status, training, evaluation, speed)
+    seed = int(args["seed"])
+    return Run(directory, args["env_id"], seed, args, points, status, training, evaluation, speed, result=result)
 
 
 def find_runs(paths):
-    """Every run at or below the paths; of two of one name and the same flags, which suites may share, the first."""
+    """Every run at or below the paths."""
     paths = [path for path in map(Path, paths) if path.suffix != ".log"]  # benchmark.sh's logs lie beside its runs
     for path in paths:
         if not path.is_dir():
             raise SystemExit(f"{path}: no such directory")
     marks = [mark for path in paths for name in (EVENTS, "curve.csv") for mark in path.rglob(name)]
-    runs = {}
-    for run in filter(None, map(read_run, sorted({mark.parent for mark in marks}))):
-        flags = {flag: value for flag, value in run.args.items() if flag not in NOT_THE_VARIANT - {"seed", "env_id"}}
-        first = runs.setdefault((run.directory.name, json.dumps(flags, sort_keys=True)), run)
-        if first is not run:
-            print(f"left out, as {first.directory} is the same run: {run.directory}", file=sys.stderr)
-    return list(runs.values())
+    return list(filter(None, map(read_run, sorted({mark.parent for mark in marks}))))
 
 
 def name_variants(runs):
@@ -131,7 +132,8 @@ def name_variants(runs):
 
     A flag that only some of the runs know tells only those apart: a script that gained one is still the same variant.
     Left out are a flag's value that more than half of the variants share (in a table of ablations only what was changed
-    is named) and the flags that follow from --preset. The runs are sorted by environment, variant and seed.
+    is named) and the flags that follow from --preset. The runs are sorted by environment, variant and seed; of several
+    runs of one seed, which would count the same chance twice, the last that has ended is left.
     """
     for env_id in {run.env_id for run in runs}:
         for exp_name in {run.args["exp_name"] for run in runs if run.env_id == env_id}:
@@ -150,7 +152,12 @@ def name_variants(runs):
                 own = {flag: values[flag][i] for flag in telling}
                 named = [f"{flag}={value}" for flag, value in own.items() if value not in (None, usual.get(flag))]
                 run.variant = " ".join([exp_name, *named])
-    runs.sort(key=lambda run: (run.env_id, run.variant, run.seed))
+    runs.sort(key=lambda run: (run.env_id, run.variant, run.seed, run.status != "unfinished"))
+    used = {(run.env_id, run.variant, run.seed): run for run in runs}
+    for run in runs:
+        if run is not (other := used[run.env_id, run.variant, run.seed]):
+            print(f"left out, as {other.directory} has the same flags and seed: {run.directory}", file=sys.stderr)
+    runs[:] = used.values()
 
 
 def binned(points, edges, column):
@@ -180,7 +187,8 @@ def groups(runs):
 
 
 def table(runs):
-    """The results as lines of a Markdown table; below it what has no finished episode, and what is not finished."""
+    """The results as lines of a Markdown table; below it its marks, and what is not finished or has no episode."""
+    found = ""  # of MARKS
 
     def number(value):
         return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
@@ -190,32 +198,24 @@ def table(runs):
     for (env_id, variant), group in groups([run for run in runs if math.isfinite(run.training)]).items():
         values = np.array([run.training for run in sorted(group, key=lambda run: run.seed)])
         evaluations = np.array([run.evaluation for run in group if math.isfinite(run.evaluation)])
+        middle, spread = "-", ", ".join(map(number, values))
         if len(values) >= MANY_SEEDS:
-            spread = "{} to {}".format(*map(number, interval(values)))
-        else:
-            spread = ", ".join(map(number, values))
+            middle, spread = number(iqm(values)), "{} to {}".format(*map(number, interval(values)))
         evaluation = number(evaluations.mean()) if len(evaluations) else "-"
         if len(evaluations) > 1:
             evaluation += f" ± {number(evaluations.std(ddof=1))}"
         if 0 < len(evaluations) < len(group):
             evaluation += f" ({len(evaluations)} of {len(group)})"
-        yield (
-            "| "
-            + " | ".join(
-                [
-                    env_id,
-                    variant,
-                    str(len(values)),
-                    number(values.mean()),
-                    number(iqm(values)) if len(values) >= MANY_SEEDS else "-",
-                    spread,
-                    evaluation,
-                    number(np.mean([run.steps_per_second for run in group])),
-                ]
-            )
-            + " |"
-        )
-    notes = [f"- {run.status}: {run.directory}" for run in runs if run.status != "finished"]
+        changed = any(start["changed"] for run in group for start in run.result.get("starts", []))
+        versions = [run.result["versions"] for run in group if "versions" in run.result]
+        marks = "†" * changed + "‡" * any(version != versions[0] for version in versions)
+        found += marks
+        speed = number(np.mean([run.steps_per_second for run in group]))
+        name = f"{variant} {marks}".strip()
+        cells = [env_id, name, str(len(values)), number(values.mean()), middle, spread, evaluation, speed]
+        yield f"| {' | '.join(cells)} |"
+    notes = [f"- {mark}: {meaning}" for mark, meaning in MARKS.items() if mark in found]
+    notes += [f"- {run.status}: {run.directory}" for run in runs if run.status != "finished"]
     notes += [f"- no finished episode: {run.directory}" for run in runs if not math.isfinite(run.training)]
     if notes:
         yield "\n" + "\n".join(notes)
@@ -292,23 +292,22 @@ def draw(runs, references, axis, out):
 
 def keep(runs, destination):
     """Small copies of finished runs: args.json, result.json and curve.csv, at most 200 means over equal step ranges."""
-    names = Counter(run.directory.name for run in runs)
+    names = set()
     for run in runs:
-        if run.status == "unfinished" or not (run.directory / "result.json").exists():
-            print(f"not kept, unfinished or not of these scripts: {run.directory}", file=sys.stderr)
+        unfit = "" if run.result else "unfinished or not of these scripts"
+        if unfit or run.directory.name in names:
+            print(f"not kept, {unfit or 'as another run has its name'}: {run.directory}", file=sys.stderr)
             continue
-        if names[run.directory.name] > 1:
-            print(f"not kept, as another run has its name: {run.directory}", file=sys.stderr)
-            continue
+        names.add(run.directory.name)
         directory = Path(destination) / run.directory.name
         directory.mkdir(parents=True, exist_ok=True)
         for name in ("args.json", "result.json"):
             saved = json.loads((run.directory / name).read_text())
             # Wherever it was, and however often it was resumed: no machine's paths.
-            saved.get("args", saved).update(run_dir=f"runs/{run.directory.name}", resume=None)
+            saved["run_dir"] = saved.get("args", saved)["run_dir"] = f"runs/{run.directory.name}"
+            saved.get("args", saved)["resume"] = None
             (directory / name).write_text(json.dumps(saved, indent=2) + "\n")
-        end = json.loads((run.directory / "result.json").read_text())["global_step"]
-        bins = np.minimum(run.points[:, 0] * 200 // end, 199)
+        bins = np.minimum(run.points[:, 0] * 200 // run.result["global_step"], 199)
         with open(directory / "curve.csv", "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["global_step", "minutes", "episodic_return"])

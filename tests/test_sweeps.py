@@ -264,11 +264,11 @@ def test_a_suites_commands_parse_and_are_those_of_the_kept_runs(suite, tmp_path,
         assert json.loads((file.parent / "result.json").read_text())["status"] in ("finished", "diverged")
 
 
-def kept_run(directory, env_id, seed, score, **args):
+def kept_run(directory, env_id, seed, score, more=None, **args):
     directory.mkdir(parents=True)
     args = {"env_id": env_id, "seed": seed, "exp_name": "ppo_x"} | args
     result = {"status": "finished", "mean_return_last_100": score, "eval_returns": [score, score + 2],
-              "steps_per_second": 100.0 * seed, "global_step": 1000, "args": args}  # fmt: skip
+              "steps_per_second": 100.0 * seed, "global_step": 1000, "args": args} | (more or {})  # fmt: skip
     (directory / "args.json").write_text(json.dumps(args))
     (directory / "result.json").write_text(json.dumps(result))
     rows = [(step, step / 100, score * step / 1000) for step in range(50, 1001, 50)]
@@ -340,21 +340,49 @@ def test_flags_that_follow_from_the_preset_are_not_named(tmp_path):
     assert names == {0: "ppo_x preset=a", 1: "ppo_x preset=b", 2: "ppo_x preset=c", 3: "ppo_x preset=c lam=0.5"}
 
 
-def test_a_run_that_two_suites_keep_counts_once(tmp_path, capsys):
-    for suite in ("first", "second"):
-        kept_run(tmp_path / suite / "A__1", "A-v0", 1, 5.0, run_dir=suite)
-    kept_run(tmp_path / "second" / "A__2", "A-v0", 2, 6.0)
-    (tmp_path / "second" / "A__2.log").write_text("beside the run, as benchmark.sh's are")
-    assert [run.seed for run in plot_runs.find_runs([tmp_path, tmp_path / "second" / "A__2.log"])] == [1, 2]
-    assert str(tmp_path / "second" / "A__1") in capsys.readouterr().err
-    # With other flags it is another run, though it can't be kept beside the first.
-    kept_run(tmp_path / "third" / "A__1", "A-v0", 1, 7.0, gamma=0.5)
-    kept_run(tmp_path / "third" / "b" / "A__1", "A-v0", 3, 8.0)
-    runs = plot_runs.find_runs([tmp_path])
-    assert [run.training for run in runs] == [5.0, 6.0, 7.0, 8.0]
-    plot_runs.keep(runs, tmp_path / "kept")
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["A__2"]
-    assert capsys.readouterr().err.count("as another run has its name") == 3
+def test_of_several_runs_of_one_seed_one_counts(tmp_path, capsys):
+    for i in range(1, 6):
+        kept_run(tmp_path / f"A__{i}", "A-v0", 1, float(i), num_workers=i)
+    kept_run(tmp_path / "A__6", "A-v0", 1, 6.0, {"status": "unfinished"})
+    kept_run(tmp_path / "other", "A-v0", 2, 10.0)
+    kept_run(tmp_path / "second" / "other", "A-v0", 2, 10.0)  # as two suites may share runs
+    (tmp_path / "other.log").write_text("beside the run, as benchmark.sh's are")
+    runs = plot_runs.find_runs([tmp_path, tmp_path / "other.log"])
+    plot_runs.name_variants(runs)
+    ((_, _, seeds, mean, _, each, *_),) = rows(runs)
+    assert (seeds, mean, each) == ("2", "7.50", "5.00, 10.0")  # the last that has ended
+    left_out = [(tmp_path / "A__5", tmp_path / f"A__{i}") for i in (6, 1, 2, 3, 4)]
+    left_out += [(tmp_path / "second" / "other", tmp_path / "other")]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"left out, as {used} has the same flags and seed: {run}" for used, run in left_out]
+    plot_runs.keep(plot_runs.find_runs([tmp_path]), tmp_path / "kept")
+    assert "not kept, as another run has its name" in capsys.readouterr().err
+    assert (tmp_path / "kept" / "A__1").exists() and (tmp_path / "kept" / "other").exists()
+
+
+def test_rows_of_runs_that_were_resumed_with_other_flags_or_differ_in_versions_are_marked(tmp_path):
+    first, old, new = {"global_step": 0, "changed": {}, "commit": None}, {"torch": "2.11"}, {"torch": "2.13"}
+    again, other = first | {"global_step": 5}, {"global_step": 9, "changed": {"gamma": [0.9, 0.8]}, "commit": "c"}
+    results = {
+        "both": [{"starts": [first, again, other], "versions": old}, {"starts": [first], "versions": new}],
+        "changed": [{"starts": [first], "versions": new}, {"starts": [first, other], "versions": new}],
+        "older": [{"commit": "c", "versions": old}, {"commit": "d", "versions": old}, {}],
+        "versions": [{"starts": [first, again], "versions": old}, {"commit": "d", "versions": new}],
+    }
+    for name, group in results.items():
+        for seed, result in enumerate(group, 1):
+            more = result | ({"run_dir": "/elsewhere"} if "starts" in result else {})
+            kept_run(tmp_path / name / str(seed) / f"{name}{seed}", name, seed, 1.0, more)
+    plot_runs.keep(plot_runs.find_runs([tmp_path]), tmp_path / "kept")
+    for folder in (tmp_path / name for name in ("both", "changed", "older", "versions", "kept")):
+        runs = plot_runs.find_runs([folder])
+        plot_runs.name_variants(runs)
+        expected = {"both": "ppo_x †‡", "changed": "ppo_x †", "older": "ppo_x", "versions": "ppo_x ‡"}
+        variants = {row[0]: row[1] for row in rows(runs)}
+        assert variants == {name: expected[name] for name in variants}
+        explained = "".join(re.findall("^- ([†‡]): ", "\n".join(plot_runs.table(runs)), re.MULTILINE))
+        assert explained == {"changed": "†", "older": "", "versions": "‡"}.get(folder.name, "†‡")
+    assert "elsewhere" not in "".join(file.read_text() for file in (tmp_path / "kept").rglob("*.json"))
 
 
 def test_an_evaluation_that_some_seeds_lack_says_of_how_many_it_is(tmp_path):
