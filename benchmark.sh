@@ -7,7 +7,7 @@
 #
 #   --env-ids ID...         the environments              --seeds N      seeds 1 to N (default 1)
 #   --runs DIR              where the runs are kept (default runs)
-#   --workers N             runs side by side, the cores shared out among them (default: one run a core)
+#   --workers N             runs side by side, cores and GPUs shared out among them (default: one run a core)
 #   --dry-run               print the commands, and where each run stands, and do nothing
 #   --launcher local|slurm  here (default), or as one job array of a Slurm cluster; --workers then limits how many run at
 #                           once, and --time --partition --gpus --cpus-per-task --mem --account go to sbatch
@@ -18,30 +18,34 @@
 # every run after saving it. The exit code is 0 when every run has ended, 1 when one failed. PYTHON names the Python.
 set -euo pipefail
 
-here=$(dirname "$0")/
-if [[ $here == ./ ]]; then here=""; fi
+here=$(dirname "$0")/ here=${here#./}
 python=${PYTHON:-python}
 if [[ -z ${PYTHON:-} && -x ${here}.venv/bin/python ]]; then python=${here}.venv/bin/python; fi
-
-usage() {
-  sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' "$0"
-}
 
 die() {
   echo "benchmark.sh: $*" >&2
   exit 2
 }
 
-scripts=() env_ids=() seeds=() flags=() # of each run; its flags quoted for the shell
+directories=() fresh=() resumed=() # of each run: where it is, and the commands that begin it and go on with it
 
-# sweep SCRIPT "ENV_ID..." SEEDS FLAG...: adds a run for each environment and seed.
+# sweep SCRIPT "ENV_ID..." SEEDS FLAG...: adds a run for each environment and seed. The hash in its name is of the flags
+# in one order and one spelling: --norm_obs --gamma=0.9 is the run of --gamma 0.9 --norm-obs.
 sweep() {
-  local script=$1 ids=$2 last=$3 env_id seed quoted=""
+  local script=$1 ids=$2 last=$3 env_id seed name variant command quoted=""
   shift 3
   if (($#)); then quoted=$(printf ' %q' "$@"); fi
+  variant=$(basename "$script" .py)__$(
+    sed -e :a -e 's/^\(--[^ =]*\)_/\1-/' -e ta -e 's/^\(--[^ =]*\)=/\1 /' <<<"${quoted// --/$'\n'--}" |
+      LC_ALL=C sort | { sha1sum 2>/dev/null || shasum; } | cut -c 1-8
+  )
+  printf -v command '%q %q' "$python" "$script"
   for env_id in $ids; do
     for ((seed = 1; seed <= last; seed++)); do
-      scripts+=("$script") env_ids+=("$env_id") seeds+=("$seed") flags+=("$quoted")
+      name=${env_id}__${variant}__$seed
+      directories+=("$runs/${name//[\/:]/-}")
+      fresh+=("$command$(printf ' --env-id %q --seed %q --run-dir %q' "$env_id" "$seed" "${directories[-1]}")$quoted")
+      resumed+=("$command$(printf ' --resume %q' "${directories[-1]}")") # its checkpoint has its flags
     done
   done
 }
@@ -79,12 +83,10 @@ suite() {
       done
       ;;
     value-first-norm | value-first-shared) # rewards divided by the returns' standard deviation; CleanRL's update
-      local env_id order flag=--norm-reward
+      local order flag=--norm-reward
       if [[ $1 == value-first-shared ]]; then flag=--shared-update; fi
-      for env_id in CartPole-v1 Acrobot-v1; do
-        for order in joint phases value-first; do
-          sweep "${here}ppo_value_first.py" "$env_id" 10 --order "$order" "$flag"
-        done
+      for order in joint phases value-first; do
+        sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order "$order" "$flag"
       done
       ;;
     value-first-support)
@@ -160,56 +162,37 @@ suite() {
   esac
 }
 
-# The flags of a run in one order, so that the order in which they were typed is no other run.
-hash_of() {
-  echo "${1// --/$'\n'--}" | LC_ALL=C sort | sha1sum | cut -c 1-8
-}
-
-directory() {
-  local name
-  name=${env_ids[$1]}__$(basename "${scripts[$1]}" .py)__$(hash_of "${flags[$1]}")__${seeds[$1]}
-  echo "$runs/${name//[\/:]/-}"
-}
-
 # finished, diverged, stopped (it has a checkpoint) or new
 state() {
-  local status
-  status=$(grep -osm 1 '"status": "[a-z]*"' "$1/result.json" || true)
-  if [[ -n $status ]]; then
-    cut -d '"' -f 4 <<<"$status"
-  elif [[ -f $1/checkpoint.pt ]]; then
-    echo stopped
-  else
-    echo new
-  fi
+  if grep -osm 1 '"status": "[a-z]*"' "${directories[$1]}/result.json" | cut -d '"' -f 4; then return; fi
+  if [[ -f ${directories[$1]}/checkpoint.pt ]]; then echo stopped; else echo new; fi
 }
 
-# The command of a run: from the start, or on from its checkpoint.
 command_of() {
-  local directory
-  directory=$(directory "$1")
-  if [[ $(state "$directory") == stopped ]]; then
-    printf '%q %q --resume %q' "$python" "${scripts[$1]}" "$directory"
-  else
-    printf '%q %q --env-id %q --seed %q --run-dir %q%s' \
-      "$python" "${scripts[$1]}" "${env_ids[$1]}" "${seeds[$1]}" "$directory" "${flags[$1]}"
-  fi
+  if [[ $(state "$1") == stopped ]]; then echo "${resumed[$1]}"; else echo "${fresh[$1]}"; fi
 }
 
-# Becomes the run, on the given cores (all if none are given), with its output in its log.
+# become RUN [GPU [CORES]]: becomes the run, on these or on all there are, with its output in its log.
 become() {
-  local log
-  log=$(directory "$1").log
+  local log=${directories[$1]}.log pin=()
   exec 9>>"$log" >>"$log" 2>&1
-  flock -w 10 9 || die "another process works at this run"
-  if [[ -n ${2:-} ]]; then exec taskset -c "$2" bash -c "exec $(command_of "$1")"; fi
-  exec bash -c "exec $(command_of "$1")"
+  # Code 1: locked. Where locks don't work (some network file systems) or flock is missing (macOS), a run is started.
+  flock -w 10 9 2>/dev/null || (($? != 1)) || die "another process works at this run"
+  if [[ -n ${2:-} ]]; then export CUDA_VISIBLE_DEVICES=$2; fi
+  if [[ -n ${3:-} ]] && command -v taskset >/dev/null; then pin=(taskset -c "$3"); fi
+  exec "${pin[@]}" bash -c "exec $(command_of "$1")"
+}
+
+# Why a run failed, from its log: an error box from its top (further down it is help), else the last line.
+reason() {
+  awk 'NF { last = $0 } /^╭/ { box = ""; n = 0 } n++ < 12 { box = box "    " $0 "\n" }
+    END { printf "%s", last ~ /^╰/ ? box : "    " last "\n" }' "${directories[$1]}.log"
 }
 
 # One line that stays at the bottom of a terminal; elsewhere one line for each run that ended.
 finished=0 diverged=0 failed=()
 report() {
-  local line="${#scripts[@]} runs: $finished finished, ${#running[@]} running, ${#failed[@]} failed"
+  local line="${#directories[@]} runs: $finished finished, ${#running[@]} running, ${#failed[@]} failed"
   if ((diverged)); then line+=", $diverged diverged"; fi
   if [[ -t 1 ]]; then
     printf '\r\033[K%s%s' "${1:+$1$'\n'}" "$line"
@@ -219,7 +202,7 @@ report() {
 }
 
 # Waits until a run ends (or a signal comes), and counts it.
-declare -A running=() slot_of=()
+running=() slot_of=() # by process
 await_one() {
   local pid="" code=0 i
   wait -n -p pid || code=$?
@@ -231,15 +214,10 @@ await_one() {
   i=${running[$pid]}
   free+=("${slot_of[$pid]}")
   unset "running[$pid]"
-  case $(state "$(directory "$i")") in
-    finished) finished=$((finished + 1)) && report "finished $(directory "$i")" ;;
-    diverged) diverged=$((diverged + 1)) && report "diverged $(directory "$i")" ;;
-    *)
-      if ((!stopped)); then
-        failed+=("$i")
-        report "failed $(directory "$i") (exit code $code)"
-      fi
-      ;;
+  case $(state "$i") in
+    finished) finished=$((finished + 1)) && report "finished ${directories[i]}" ;;
+    diverged) diverged=$((diverged + 1)) && report "diverged ${directories[i]}" ;;
+    *) if ((!stopped)); then failed+=("$i") && report "failed ${directories[i]} (exit code $code)"; fi ;;
   esac
 }
 
@@ -249,10 +227,14 @@ stop() {
 }
 
 run_here() {
-  local cores i slot mine k
+  local affinity cores gpus i slot mine k
   ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || die "needs Bash 5.1 or newer, for its wait -p"
-  mapfile -t cores < <("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep="\n")')
+  affinity='sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())'
+  mapfile -t cores < <("$python" -c "import os; print(*($affinity), sep='\n')")
   ((${#cores[@]})) || die "$python can't be run; PYTHON names the Python"
+  IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2>/dev/null |
+    sed -n 's/^GPU \([0-9]*\):.*/\1/p' | tr '\n' ,)}"
+  ((${#gpus[@]})) || gpus=("")
   workers=${workers:-${#cores[@]}}
   stopped=0
   trap 'stop 130' INT
@@ -266,7 +248,7 @@ run_here() {
     slot=${free[0]} free=("${free[@]:1}")
     mine=""
     for ((k = slot % ${#cores[@]}; k < ${#cores[@]}; k += workers)); do mine+=,${cores[k]}; done
-    become "$i" "${mine#,}" &
+    become "$i" "${gpus[slot % ${#gpus[@]}]}" "${mine#,}" &
     running[$!]=$i slot_of[$!]=$slot
     if ((stopped)); then kill -TERM $! 2>/dev/null || true; fi # the signal came before it was noted
     report
@@ -275,30 +257,31 @@ run_here() {
   if [[ -t 1 ]]; then echo; fi
   for i in "${failed[@]}"; do
     printf '\nfailed: %s\n' "$(command_of "$i")"
-    tail -n 5 "$(directory "$i").log" | sed 's/^/    /'
+    reason "$i"
   done
-  if ((stopped)); then
-    echo "stopped; the same command goes on"
-    exit "$stopped"
-  fi
+  if ((stopped)); then echo "stopped; the same command goes on" && exit "$stopped"; fi
   if ((${#failed[@]})); then exit 1; fi
 }
 
-# One job array for every run that has not ended. Slurm sends the batch script a USR1 two minutes before the time is up or
-# when the job is preempted, and a TERM when it is cancelled.
+# One job array for every run that has not ended. Slurm keeps the batch script that it is given, here the list of runs
+# and what works at it, so that no later change of this file matters. It sends that script a USR1 two minutes before the
+# time is up or when the job is preempted, and a TERM when it is cancelled.
 run_on_slurm() {
-  if ! command -v sbatch >/dev/null; then die "--launcher slurm: there is no sbatch here"; fi
+  command -v sbatch >/dev/null || die "--launcher slurm: there is no sbatch here"
   if ((!${#todo[@]})); then echo "every run has ended" && return; fi
-  local array
-  array=$(IFS=, && echo "${todo[*]}")
-  sbatch --requeue --open-mode=append --signal=B:USR1@120 --job-name="$what" --array="$array${workers:+%$workers}" \
-    --output="$runs/slurm-%A_%a.log" "${slurm[@]}" --wrap "exec $(printf '%q ' "${here:-./}${0##*/}" "$what" --task "${arguments[@]}")"
+  {
+    echo "#!/usr/bin/env bash"
+    declare -p directories fresh resumed
+    declare -f die state command_of become reason run_task
+    echo "set -euo pipefail; run_task"
+  } | sbatch --requeue --open-mode=append --signal=B:USR1@120 --job-name="$what" \
+    --array="$(IFS=, && echo "${todo[*]}")${workers:+%$workers}" --output="$runs/slurm-%A_%a.log" "${slurm[@]}"
 }
 
 # One task of that array: the run, until it ends, or Slurm wants the machine back: then it is queued again and resumes.
 run_task() {
   local i=$SLURM_ARRAY_TASK_ID pid code=0
-  case $(state "$(directory "$i")") in finished | diverged) return ;; esac
+  case $(state "$i") in finished | diverged) return ;; esac
   stopped=0
   trap 'stopped=1; kill -TERM "$pid"' USR1
   trap 'kill -TERM "$pid"' TERM
@@ -306,21 +289,20 @@ run_task() {
   pid=$!
   wait "$pid" || code=$?
   while kill -0 "$pid" 2>/dev/null; do wait "$pid" || code=$?; done # a signal ends a wait before the run does
-  case $(state "$(directory "$i")") in finished | diverged) return ;; esac
+  case $(state "$i") in finished | diverged) return ;; esac
   if ((stopped)); then
     echo "stopped by Slurm: queued again"
     trap '' TERM USR1 # a TERM comes with the requeue
     scontrol requeue "${SLURM_ARRAY_JOB_ID}_$i"
   fi
-  tail -n 5 "$(directory "$i").log"
+  reason "$i"
   exit "$code"
 }
 
-ids=() number_of_seeds="" given=() runs=runs workers="" launcher=local slurm=() dry_run="" keep="" task=""
-if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then usage && exit; fi
+ids=() number_of_seeds="" given=() runs=runs workers="" launcher=local slurm=() dry_run="" keep=""
+if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit; fi
 what=$1
 shift
-arguments=("$@")
 while (($#)); do
   case $1 in
     --env-ids)
@@ -342,12 +324,8 @@ while (($#)); do
       ;;
     --dry-run) dry_run=yes ;;
     --keep) keep=yes ;;
-    --task) task=yes ;;
-    --)
-      shift
-      given=("$@")
-      break
-      ;;
+    --) given=("${@:2}") && break ;;
+    [0-9]*) die "unknown argument $1 (--seeds takes one number, a count: 3 for the seeds 1 2 3)" ;;
     *) die "unknown argument $1 (flags of the script come after --)" ;;
   esac
   shift
@@ -359,7 +337,7 @@ if [[ $launcher != local && $launcher != slurm ]]; then die "--launcher $launche
 if [[ $launcher == local ]] && ((${#slurm[@]})); then die "${slurm[0]} is for --launcher slurm"; fi
 
 if [[ $what == *.py ]]; then
-  [[ -f $what ]] || die "no script $what"
+  [[ -f $what ]] || die "no script $what in $PWD"
   ((${#ids[@]})) || die "--env-ids names no environment"
   if [[ -n $keep ]]; then die "--keep is for suites; plot_runs.py --keep DIR keeps any runs"; fi
   for flag in "${given[@]}"; do
@@ -374,31 +352,24 @@ else
 fi
 
 todo=()
-for i in "${!scripts[@]}"; do
-  run=$(directory "$i") state=$(state "$(directory "$i")")
+for i in "${!directories[@]}"; do
+  state=$(state "$i")
   if [[ -n $dry_run ]]; then echo "$(command_of "$i")  # $state"; fi
   case $state in
     finished) finished=$((finished + 1)) ;;
     diverged) diverged=$((diverged + 1)) ;;
     *) todo+=("$i") ;;
   esac
-  directories[i]=$run
 done
 if [[ -n $dry_run ]]; then exit; fi
 if [[ -n $keep ]]; then
   kept=()
   for run in "${directories[@]}"; do if [[ -d $run ]]; then kept+=("$run"); fi; done
   ((${#kept[@]})) || die "$what has no run in $runs yet"
-  echo "keeping ${#kept[@]} of the ${#scripts[@]} runs of $what; of the others the table has those of results/runs/$what"
+  echo "keeping ${#kept[@]} of the ${#directories[@]} runs of $what; of the others the table has those of results/runs/$what"
   "$python" "${here}plot_runs.py" "${kept[@]}" --keep "${here}results/runs/$what"
   "$python" "${here}plot_runs.py" "${here}results/runs/$what" --out "${here}results/figures/$what.png"
   exit
 fi
 mkdir -p "$runs"
-if [[ -n $task ]]; then
-  run_task
-elif [[ $launcher == slurm ]]; then
-  run_on_slurm
-else
-  run_here
-fi
+if [[ $launcher == slurm ]]; then run_on_slurm; else run_here; fi

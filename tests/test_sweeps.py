@@ -22,21 +22,8 @@ import plot_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = re.search(r"^suites=\"(.*)\"", (ROOT / "benchmark.sh").read_text(), re.MULTILINE)[1].split()
-FLAGS = [
-    "--num-envs",
-    "4",
-    "--num-steps",
-    "16",
-    "--num-minibatches",
-    "2",
-    "--update-epochs",
-    "1",
-    "--eval-episodes",
-    "0",
-]
+FLAGS = "--num-envs 4 --num-steps 16 --num-minibatches 2 --update-epochs 1 --eval-episodes 0".split()
 LIMIT = 120  # seconds, on a machine that is busy
-
-pytestmark = pytest.mark.skipif(not shutil.which("taskset"), reason="benchmark.sh shares out cores with taskset")
 
 
 def environment(**more):
@@ -55,6 +42,21 @@ def start(runs, what, *arguments, **more):
 def sweep(runs, env_id, seeds, *flags, options=(), **more):
     chosen = ["--env-ids", f"misbehaving:{env_id}-v0", "--seeds", str(seeds), "--workers", "2", *options]
     return start(runs, str(ROOT / "ppo_mlp_gaussian.py"), *chosen, "--", *FLAGS, *flags, **more)
+
+
+def program(file, text):
+    """A stand-in for a program, first on the PATH that is returned."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return f"{file.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def quick_python(folder, text=":"):
+    """A stand-in for Python whose runs, SCRIPT --env-id ID --seed N --run-dir $7, do as `text` says and finish."""
+    finished = 'mkdir -p "$7" && echo \'{"status": "finished"}\' > "$7/result.json"'
+    program(folder / "python", f'if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\n{text}\n{finished}')
+    return str(folder / "python")
 
 
 def finish(process):
@@ -97,9 +99,9 @@ def test_a_stopped_sweep_goes_on(tmp_path):
 def test_a_run_whose_end_the_shell_missed_is_counted():
     """After a signal at a bad moment `wait` may not know a child that has ended: waiting on would spin for ever."""
     text = (ROOT / "benchmark.sh").read_text()
-    await_one = text[text.index("declare -A running") : text.index("\nstop() {")]
+    await_one = text[text.index("running=() slot_of") : text.index("\nstop() {")]
     program = f"""{await_one}
-        directory() {{ echo run; }}; state() {{ echo finished; }}; report() {{ echo "$1"; }}
+        directories=(run); state() {{ echo finished; }}; report() {{ echo "$1"; }}
         free=() finished=0 running=([999999]=0) slot_of=([999999]=1)
         await_one; echo "${{#running[@]}} running, $finished finished, slot ${{free[*]}} free" """
     output = subprocess.check_output(["bash", "-euo", "pipefail", "-c", program], text=True, timeout=LIMIT)
@@ -122,8 +124,8 @@ def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
 
     code, output = finish(sweep(runs, "Healthy", 2, *budget))
     assert code == 1 and steps(first) == 128 and not (second / "result.json").exists()
-    failure = output[output.index("\nfailed: ") :]
-    assert str(second) in failure and "checkpoint.pt" in failure.splitlines()[2] and str(first) not in failure
+    command, *reason = output[output.index("\nfailed: ") :].strip().splitlines()
+    assert str(second) in command and len(reason) == 1 and "checkpoint.pt" in reason[0]
 
     (second / "checkpoint.pt").unlink()
     (second / "result.json").write_text('{"status": ')  # torn: neither finished nor diverged
@@ -143,6 +145,81 @@ def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
     assert "# new" in output
 
 
+def test_a_flag_that_is_written_in_another_way_is_no_other_run(tmp_path):
+    def names(*flags):
+        code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, *flags, options=["--dry-run"]))
+        assert code == 0
+        return shlex.split(output)[shlex.split(output).index("--run-dir") + 1]
+
+    name = names("--exp-name", "a_b c=d", "--no-norm-reward", "--gamma", "0.9")
+    assert names("--gamma=0.9", "--exp_name=a_b c=d", "--no_norm_reward") == name
+    assert names("--exp-name", "a-b c=d", "--no-norm-reward", "--gamma", "0.9") != name
+
+
+BOX = ["╭─ Unrecognized options ─╮", "│ --gamam │", *["│ help │"] * 20, "╰──╯"]
+
+
+@pytest.mark.parametrize(
+    "log, shown",
+    [
+        (["step 64", "no such file", ""], ["no such file"]),
+        (["step 64", *BOX], BOX[:12]),
+        ([*BOX, "step 64", *BOX[:2], BOX[-1]], [*BOX[:2], BOX[-1]]),
+        ([*BOX, "no such file"], ["no such file"]),
+    ],
+)
+def test_of_a_failed_run_the_lines_that_matter_are_shown(log, shown, tmp_path):
+    (tmp_path / "log").write_text("\n".join([*log, ""]))
+    python = quick_python(tmp_path, f"cat {tmp_path}/log; exit 2")
+    code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python))
+    assert code == 1 and [line.strip() for line in output.split("\nfailed: ")[1].splitlines()[1:]] == shown
+
+
+def test_of_a_wrong_flag_the_complaint_is_shown(tmp_path):
+    code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, "--gamam", "0.9"))
+    assert code == 1 and "Unrecognized options: --gamam" in output.split("\nfailed: ")[1]
+
+
+@pytest.mark.parametrize("code, message", [(1, "another process works at this run"), (71, None)])
+def test_only_a_lock_that_another_holds_keeps_a_run_from_starting(code, message, tmp_path):
+    path = program(tmp_path / "bin" / "flock", f"exit {code}")  # 71: no locks available
+    ended, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=quick_python(tmp_path), PATH=path))
+    assert message in output and ended == 1 if message else "1 finished" in output and ended == 0
+
+
+def test_without_the_programs_that_macos_lacks_it_runs(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for file in {file.name: file for folder in os.get_exec_path()[::-1] for file in Path(folder).glob("*")}.values():
+        if file.name not in ("flock", "taskset", "sha1sum" if shutil.which("shasum") else ""):
+            (tmp_path / "bin" / file.name).symlink_to(file)
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.sched_getaffinity")
+    places = {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(tmp_path), "PYTHON": quick_python(tmp_path)}
+    code, output = finish(sweep(tmp_path / "runs", "Healthy", 2, "--gamma=0.9", **places))
+    assert code == 0 and "2 runs: 2 finished" in output, output
+    names = {run.name for run in (tmp_path / "runs").glob("*__1")}
+    code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, "--gamma", "0.9", options=["--dry-run"]))
+    assert {Path(shlex.split(output)[7]).name} == names  # the same hash
+
+
+@pytest.mark.parametrize(
+    "visible, listed, given",
+    [
+        ("4,GPU-7f", "exit 1", ["4", "GPU-7f", "4", "GPU-7f"]),
+        ("", "echo 'GPU 0: H100'", ["", "", "", ""]),
+        (None, "echo 'GPU 0: H100 (UUID: GPU-1)'; echo 'GPU 1: H100 (UUID: GPU-2)'", ["0", "1", "0", "1"]),
+        (None, "echo 'NVIDIA-SMI has failed'; exit 9", ["none"] * 4),
+    ],
+)
+def test_runs_are_spread_over_the_gpus(visible, listed, given, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    path = program(tmp_path / "bin" / "nvidia-smi", listed)
+    python = quick_python(tmp_path, 'echo "on ${CUDA_VISIBLE_DEVICES-none}"')
+    more = {"PATH": path, "PYTHON": python} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    runs = tmp_path / "runs"
+    code, _ = finish(sweep(runs, "Healthy", 4, options=["--workers", "4"], **more))
+    assert code == 0 and [log.read_text() for log in sorted(runs.glob("*.log"))] == [f"on {gpu}\n" for gpu in given]
+
+
 def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
     runs, flags = tmp_path / "runs", ("--total-timesteps", "640", "--no-norm-reward")
     code, output = finish(sweep(runs, "EnormousRewards", 1, *flags))
@@ -157,9 +234,10 @@ def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
     "arguments, complaint",
     [
         (["nonsense"], "no suite 'nonsense'"),
-        (["nonsense.py", "--env-ids", "X"], "no script nonsense.py"),
+        (["nonsense.py", "--env-ids", "X"], "no script nonsense.py in /"),
         ([str(ROOT / "ppo_mlp_gaussian.py")], "--env-ids names no environment"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--seeds", "0"], "whole number"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--seeds", "1", "2", "3"], "takes one number, a count"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--gamma", "1"], "flags of the script come after --"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--seed", "3"], "--seed can't come after --"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--run_dir=d"], "--run_dir can't come after --"),
@@ -184,12 +262,9 @@ def test_a_wrong_argument_ends_in_one_line(tmp_path, arguments, complaint):
 
 def test_slurm_gets_one_array_and_a_task_saves_and_queues_itself_again(tmp_path):
     """With stand-ins for Slurm's commands that write down how they were called."""
-    runs, programs = tmp_path / "runs", tmp_path / "bin"
-    programs.mkdir()
-    for name in ("sbatch", "scontrol"):
-        (programs / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/{name}\n')
-        (programs / name).chmod(0o755)
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    runs = tmp_path / "runs"
+    program(tmp_path / "bin" / "scontrol", f'printf "%s\\n" "$@" > {tmp_path}/scontrol')
+    path = program(tmp_path / "bin" / "sbatch", f'printf "%s\\n" "$@" > {tmp_path}/sbatch; cat > {tmp_path}/batch')
     flags = ("--total-timesteps", "2000000", "--checkpoint-interval", "1")
     slurm = ["--launcher", "slurm", "--time", "60", "--partition", "low", "--gpus", "1"]
     code, _ = finish(sweep(runs, "Healthy", 3, *flags, options=slurm, PATH=path))
@@ -197,15 +272,14 @@ def test_slurm_gets_one_array_and_a_task_saves_and_queues_itself_again(tmp_path)
     assert code == 0
     expected = {"--requeue", "--open-mode=append", "--signal=B:USR1@120", "--array=0,1,2%2", "--time=60"}
     assert expected | {"--partition=low", "--gpus=1"} <= set(called)
-    task = ["sh", "-c", called[called.index("--wrap") + 1]]  # as sbatch does
 
     def log():
         return "".join(file.read_text() for file in runs.glob("*__2.log"))
 
     def begin():
         process = subprocess.Popen(
-            task, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-            env=environment(PATH=path, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="1"),
+            ["bash", "batch"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, env=environment(PATH=path, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="1"),
         )  # fmt: skip
         begun = log().count("steps/s")
         wait_until(lambda: log().count("steps/s") > begun)
@@ -224,6 +298,19 @@ def test_slurm_gets_one_array_and_a_task_saves_and_queues_itself_again(tmp_path)
     assert (tmp_path / "scontrol").read_text().split() == ["requeue", "77_1"]
     assert log().count("stopped by SIGTERM") == 2
     assert not list(runs.glob("*__1")) and not list(runs.glob("*__3"))
+
+
+def test_an_array_runs_the_list_as_it_was_submitted(tmp_path):
+    script = shutil.copy(ROOT / "benchmark.sh", tmp_path)
+    path = program(tmp_path / "bin" / "sbatch", f"cat > {tmp_path}/batch")
+    sweep = [script, "base", "--runs", "its runs", "--launcher", "slurm"]
+    more = environment(PATH=path, PYTHON=quick_python(tmp_path), SLURM_ARRAY_TASK_ID="4", SLURM_ARRAY_JOB_ID="77")
+    subprocess.run(sweep, cwd=tmp_path, env=more, check=True)
+    Path(script).write_text("exit 9")
+    assert (tmp_path / "batch").read_text().startswith("#!")  # or sbatch refuses it
+    subprocess.run(["bash", "batch"], cwd=tmp_path, env=more, check=True)
+    (run,) = (tmp_path / "its runs").glob("*/")
+    assert re.fullmatch("Hopper-v5__ppo_mlp_gaussian__[0-9a-f]{8}__2", run.name)
 
 
 @pytest.mark.parametrize(
