@@ -76,7 +76,7 @@ def steps(directory):
 
 
 def test_a_stopped_sweep_goes_on(tmp_path):
-    runs, flags = tmp_path / "runs", ("--total-timesteps", "25600", "--checkpoint-interval", "1")
+    runs, flags = tmp_path / "runs", ("--total-timesteps", "6400", "--checkpoint-interval", "1")
     process = sweep(runs, "Healthy", 2, *flags)
     wait_until(lambda: len(list(runs.glob("*/checkpoint.pt"))) == 2)
     os.killpg(process.pid, signal.SIGINT)
@@ -90,10 +90,10 @@ def test_a_stopped_sweep_goes_on(tmp_path):
     code, output = finish(sweep(runs, "Healthy", 2, *flags, options=["--dry-run"]))
     assert [f"--resume {run}  # stopped" in output for run in directories] == [True, True]
     code, output = finish(sweep(runs, "Healthy", 2, *flags))
-    assert code == 0 and [steps(run) for run in directories] == [25600, 25600]
+    assert code == 0 and [steps(run) for run in directories] == [6400, 6400]
     for run in directories:  # from where they stopped
         log = Path(f"{run}.log").read_text()
-        assert "stopped by SIG" in log and log.count("step 64/25600") == 1
+        assert "stopped by SIG" in log and log.count("step 64/6400") == 1
 
 
 def test_a_run_whose_end_the_shell_missed_is_counted():
