@@ -10,7 +10,7 @@
 #     "tyro==1.0.17",
 # ]
 # ///
-"""PPO with a comb policy: a piecewise-linear density over the action bounds instead of the Gaussian.
+"""PPO with a comb policy: a piecewise-linear density between the action bounds in place of the Gaussian.
 
 In each action dimension the actor gives the logarithms, up to a constant, of a density at 32 equally spaced points from
 bound to bound, the comb's teeth; between them it is linear. It may have several peaks, and no action needs clipping.
@@ -20,19 +20,10 @@ With h the distance of two teeth, and a, b the densities at both ends of the pie
     sample   = low + h (k + s),  k by its mass,  s = v (a + b) / (a + sqrt((1 - v) a^2 + v b^2)),  v uniform on (0, 1]
     -entropy = sum of mass * (ln a + ln b + d coth d - 1) / 2,  d = ln b - ln a
 
-Collect num_envs x num_steps steps with the policy pi_old, estimate each action's advantage A, then take several
-epochs of minibatch gradient steps on
+Else as the base, but that the action bounds must be finite.
 
-    ratio      = pi(a|s) / pi_old(a|s) = exp(log pi(a|s) - log pi_old(a|s))
-    L_policy   = -mean( min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A) )     no gain from leaving [1 - eps, 1 + eps]
-    L_value    = 1/2 mean( (V(s) - (V_old(s) + A))^2 )         (--clip-vloss: or, if larger, with V's change clipped)
-    L          = L_policy + vf_coef * L_value - ent_coef * entropy
-    A_t        = delta_t + gamma * lambda * A_{t+1},   delta_t = r_t + gamma * V(s_{t+1}) - V(s_t)     (GAE)
-
-In L_policy, not in L_value, A is normalised in each minibatch (--norm-adv).
-
-Source: "Advancements in PPO" (George Ogden), fourth experiment. Its code (comb_utils.py, George-Ogden/ppo-experiments)
-samples from another density than the one it scores; --density as-coded does the same.
+Source:  "Advancements in PPO" (George Ogden), fourth experiment. Its code (comb_utils.py, George-Ogden/ppo-experiments)
+         scores the teeth's softmax p, interpolated, but draws from p_k all over piece k; so does --density as-coded.
 
 Result:  1 M steps, mean return of the last 100 episodes, 3 seeds (the base's Gaussian beside it): HalfCheetah-v5 2322
          (2226), Hopper-v5 2114 (2851), Walker2d-v5 1688 (3308).
@@ -42,34 +33,33 @@ Resume:  python ppo_comb_dist.py --resume runs/HalfCheetah-v5__ppo_comb_dist__1_
 """
 
 import argparse
+import atexit
 import copy
 import fcntl
 import io
+import itertools
 import json
 import multiprocessing
-import multiprocessing.connection
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import platform
 import random
-import resource
-import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections import deque
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -81,99 +71,111 @@ from torch.utils.tensorboard import SummaryWriter
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, a part of the run directory's name"""
-    seed: int = 1
-    """seed of the networks, the sampling and the environments"""
-    torch_deterministic: bool = True
-    """deterministic cuDNN algorithms"""
-    cuda: bool = True
-    """use a GPU where there is one (networks as small as these may be faster with --no-cuda)"""
-    track: bool = False
-    """send the curves to Weights & Biases too (pip install wandb)"""
-    wandb_project_name: str = "ppo"
-    """the project there"""
-    wandb_entity: str | None = None
-    """the entity (team) there"""
-    capture_video: bool = False
-    """record the last evaluation's episodes to RUN_DIR/videos (for MuJoCo set MUJOCO_GL=egl or osmesa)"""
-    num_workers: int = 0
-    """processes that step the environments; 0: one for each core"""
-    compile: bool = False
-    """compile the update, and the policy step where that helps (needs a C++ compiler; a minute at the start)"""
-    checkpoint_interval: int = 20
-    """iterations between checkpoints; 0: only at the end and when stopped"""
-    resume: str | None = None
-    """a run directory, checkpoint.pt or policy.pt to go on from; with --total-timesteps 0 it is only evaluated"""
-    run_dir: str | None = None
-    """directory of the run; runs/{env_id}__{exp_name}__{seed}__{unix_time} if not given"""
-    eval_episodes: int = 10
-    """greedy episodes in an evaluation; 0: no evaluation"""
-    eval_interval: int = 0
-    """iterations between evaluations; 0: only at the end"""
+    # The run
+    exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run directory's name
+    seed: int = 1  # seed of the networks, the sampling and the environments
+    torch_deterministic: bool = True  # deterministic cuDNN algorithms
+    cuda: bool = True  # use a GPU where there is one (networks as small as these may be faster with --no-cuda)
+    track: bool = False  # send the curves to Weights & Biases too (pip install wandb)
+    wandb_project_name: str = "ppo"  # the project there
+    wandb_entity: str | None = None  # the entity (team) there
+    capture_video: bool = False  # record the last evaluation to RUN_DIR/videos (MuJoCo: MUJOCO_GL=egl or osmesa)
+    num_workers: int = 0  # processes that step the environments; 0: one for each core
+    compile: bool = False  # compile the update, and the policy step where that helps (needs a C++ compiler, a minute)
+    checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at the end and when stopped
+    resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
+    run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
+    eval_episodes: int = 10  # greedy episodes in an evaluation; 0: no evaluation
+    eval_interval: int = 0  # iterations between evaluations; 0: only at the end
 
-    env_id: str = "HalfCheetah-v5"
-    """id of a Gymnasium environment, or module:id"""
-    total_timesteps: int = 1_000_000
-    """environment steps in all, summed over environments"""
-    learning_rate: float = 3e-4
-    """Adam's learning rate"""
-    num_envs: int = 8
-    """environments stepped side by side"""
-    num_steps: int = 256
-    """steps of each environment in an iteration"""
-    anneal_lr: bool = True
-    """lower the learning rate linearly to 0 over --total-timesteps"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 32
-    """minibatches an epoch"""
-    update_epochs: int = 10
-    """passes over the batch in an iteration"""
-    norm_adv: bool = True
-    """normalise the advantages of each minibatch"""
-    clip_coef: float = 0.2
-    """epsilon of the clipped surrogate objective"""
-    clip_vloss: bool = True
-    """clip the value's change too, by the same epsilon (37 details, 9)"""
-    ent_coef: float = 0.0
-    """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """largest norm of the gradient, over all parameters; 0: no limit"""
-    target_kl: float | None = None
-    """stop the update after an epoch whose mean KL exceeds this"""
-    norm_obs: bool = True
-    """normalise observations by running statistics and clip them at 10"""
-    norm_reward: bool = True
-    """divide rewards by the running standard deviation of the discounted return and clip them at 10"""
+    # The environment
+    env_id: str = "HalfCheetah-v5"  # id of a Gymnasium environment, or module:id
+    num_envs: int = 8  # environments stepped side by side
+    total_timesteps: int = 1_000_000  # environment steps in all, summed over environments
 
-    num_teeth: int = 32
-    """points at which each action dimension's density is given, both bounds among them"""
-    density: str = "linear"
-    """linear: the piecewise-linear density; as-coded: the post's mismatched pair of a sampler and a log-probability"""
+    # PPO (Schulman et al. 2017)
+    num_steps: int = 256  # steps of each environment in an iteration
+    update_epochs: int = 10  # passes over the batch in an iteration
+    num_minibatches: int = 32  # minibatches an epoch
+    learning_rate: float = 3e-4  # Adam's learning rate
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    clip_coef: float = 0.2  # epsilon of the clipped surrogate objective
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+
+    # The 37 details (Huang et al. 2022)
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 over --total-timesteps
+    norm_adv: bool = True  # normalise the advantages of each minibatch
+    clip_vloss: bool = True  # clip the value's change too, by the same epsilon
+    max_grad_norm: float = 0.5  # largest norm of the gradient, over all parameters; 0: no limit
+    target_kl: float | None = None  # stop the update after an epoch whose mean KL exceeds this
+    norm_obs: bool = True  # normalise observations by running statistics and clip them at 10
+    norm_reward: bool = True  # divide rewards by the running std of the discounted return and clip them at 10
+
+    # Ogden's post
+    num_teeth: int = 32  # points at which each action dimension's density is given, both bounds among them
+    density: str = "linear"  # linear: the comb; as-coded: the post's mismatched sampler and log-probability
 
 
 def make_env(env_id, eval_episodes=0, video_folder=None):
-    """One environment; exits with one line if this script can't drive it."""
+    """One environment; one line if this script can't drive it."""
     env = gym_make(env_id, eval_episodes, video_folder)
-    for name, space, kinds in (("observation", env.observation_space, "biuf"), ("action", env.action_space, "f")):
-        if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or space.dtype.kind not in kinds:
-            needed = "this script needs flat Boxes, of floats for actions"
-            raise SystemExit(f"--env-id {env_id}: its {name} space is {space}; {needed}")
-    if not all(0 < width < np.inf for width in env.action_space.high - env.action_space.low):
-        raise SystemExit(f"--env-id {env_id}: a comb needs finite action bounds, low < high, not {env.action_space}")
+    space = env.action_space
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or space.dtype.kind != "f":
+        raise SystemExit(f"--env-id {env_id}: its action space is {space}; this script needs a flat Box of floats")
+    if not all(0 < width < np.inf for width in space.high - space.low):
+        raise SystemExit(f"--env-id {env_id}: a comb needs finite action bounds, low < high, not {space}")
     return env
 
 
-class RunningNorm(nn.Module):
-    """Mean and variance of everything seen, one set for all environments; normalises with them and clips at 10.
+class Comb:
+    """Independent densities from low to high [act_dim], linear between teeth: logits [..., act_dim, teeth]."""
 
-    Only `update` changes them: by Chan et al.'s parallel formula, the same as one pass over all batches.
-    """
+    def __init__(self, logits, low, high, as_coded=False):
+        self.low, self.high, self.as_coded, self.pieces = low, high, as_coded, logits.shape[-1] - 1
+        self.width = (high - low) / self.pieces  # of a piece, [act_dim]
+        halves = nn.functional.pad(low.new_zeros(self.pieces - 1), (1, 1), value=-np.log(2))  # the first and the last
+        log_weights = 0 if as_coded else self.width.log()[:, None] + halves  # of the trapezoid rule, [act_dim, teeth]
+        self.log_density = (logits + log_weights).log_softmax(-1) - log_weights  # [..., act_dim, teeth]
+
+    def at(self, teeth):
+        """Positions counted in teeth -> actions, clamped: rounding must not lead out of the bounds."""
+        return torch.lerp(self.low, self.high, teeth / self.pieces).clamp(self.low, self.high)
+
+    def sample(self):
+        """-> [..., act_dim]"""
+        u, v = (1 - torch.rand_like(self.log_density[..., :2])).unbind(-1)  # in (0, 1]: a mass of 0 is never drawn
+        density = self.log_density.exp()
+        if self.as_coded:  # the last piece gets the last tooth's p too
+            return self.at((density[..., :-2].cumsum(-1) < u[..., None]).sum(-1) + v)
+        cdf = (density[..., :-1] + density[..., 1:]).cumsum(-1)  # at the right end of each piece, not normalised
+        piece = (cdf < u[..., None] * cdf[..., -1:]).sum(-1, keepdim=True)
+        a, b = self.log_density.gather(-1, torch.cat([piece, piece + 1], -1)).softmax(-1).unbind(-1)  # a + b = 1
+        return self.at(piece.squeeze(-1) + v / (a + torch.lerp(a.square(), b.square(), v).sqrt()))
+
+    def log_prob(self, actions):
+        """[..., act_dim] within the bounds -> log-density [...], the sum over the action dimensions; always finite."""
+        teeth = ((actions - self.low) / self.width).clamp(0, self.pieces)[..., None]
+        distances = (teeth - torch.arange(self.pieces + 1, device=teeth.device)).abs()  # to each tooth
+        return (self.log_density + (1 - distances).clamp(min=0).log()).logsumexp(-1).sum(-1)  # interpolated
+
+    def entropy(self):
+        """In nats, of all dimensions together: [...]"""
+        density, left, right = self.log_density.exp(), self.log_density[..., :-1], self.log_density[..., 1:]
+        if self.as_coded:
+            return -(density * self.log_density).sum((-2, -1))
+        d = (right - left).abs().clamp(min=1e-3)  # at 0 d coth d is 0 / 0; this is off by 4e-7 at most
+        integrals = (density[..., :-1] + density[..., 1:]) * (left + right + d / d.tanh() - 1)
+        return -(self.width / 4 * integrals.sum(-1)).sum(-1)
+
+    def mode(self):
+        """The highest tooth: [..., act_dim]. The mean, between two peaks, may be the worst action."""
+        return self.at(self.log_density.argmax(-1).type_as(self.low))
+
+
+class RunningNorm(nn.Module):
+    """Mean and variance of everything that `update` has seen, by Chan et al.'s parallel formula; 0 and 1 at first."""
 
     def __init__(self, shape):
         super().__init__()
@@ -193,8 +195,12 @@ class RunningNorm(nn.Module):
         self.count.copy_(total)
 
     def forward(self, x):
-        """[..., *shape] -> float32 [..., *shape] within [-10, 10]."""
+        """Normalised and clipped at 10: [..., *shape] -> float32 [..., *shape]."""
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
+
+    def scale(self, x):
+        """Divided by the standard deviation alone, and clipped at 10: float32 [...] -> float32 [...]."""
+        return (x / (self.var + 1e-8).sqrt().float()).clamp(-10, 10)
 
 
 def layer_init(layer, std=2**0.5):
@@ -213,139 +219,71 @@ def mlp(input_dim, output_dim, output_std):
     )
 
 
-class Comb:
-    """Independent piecewise-linear densities on [low, high], given by their logarithms at equally spaced teeth.
-
-    logits [..., act_dim, teeth], up to constants; low and high [act_dim], finite. Every result is [..., act_dim].
-    """
-
-    def __init__(self, logits, low, high):
-        self.low, self.high, self.pieces = low, high, logits.shape[-1] - 1
-        self.width = (high - low) / self.pieces  # of a piece, [act_dim]
-        halves = nn.functional.pad(low.new_zeros(self.pieces - 1), (1, 1), value=-np.log(2))  # the first and the last
-        self.log_weights = self.width.log()[:, None] + halves  # trapezoid rule, [act_dim, teeth]
-        self.log_density = (logits + self.log_weights).log_softmax(-1) - self.log_weights  # [..., act_dim, teeth]
-
-    def at(self, teeth):
-        """Positions counted in teeth -> actions, clamped: rounding must not lead out of the bounds."""
-        return torch.lerp(self.low, self.high, teeth / self.pieces).clamp(self.low, self.high)
-
-    def ends(self, piece):
-        """Pieces [..., act_dim] -> the log-densities at both their ends, [..., act_dim, 2]."""
-        return torch.take_along_dim(self.log_density, torch.stack([piece, piece + 1], -1), -1)
-
-    def log_prob(self, actions):
-        """Of actions within the bounds, [..., act_dim]; finite whatever the logits."""
-        teeth = ((actions - self.low) / self.width).clamp(0, self.pieces)
-        piece = teeth.long().clamp(max=self.pieces - 1)
-        left, right = self.ends(piece).unbind(-1)
-        weight = teeth - piece  # of the right end
-        return torch.logaddexp(left + (-weight).log1p(), right + weight.log())
-
-    def sample(self):
-        u, v = (1 - torch.rand_like(self.log_density[..., :2])).unbind(-1)  # in (0, 1]: a mass of 0 is never drawn
-        density = self.log_density.exp()
-        cdf = (density[..., :-1] + density[..., 1:]).cumsum(-1)  # at the right end of each piece, not normalised
-        piece = (cdf < u[..., None] * cdf[..., -1:]).sum(-1)
-        a, b = self.ends(piece).softmax(-1).unbind(-1)  # scaled: a + b = 1
-        return self.at(piece + v / (a + torch.lerp(a.square(), b.square(), v).sqrt()))
-
-    def entropy(self):
-        """In nats."""
-        density = self.log_density.exp()
-        left, right = self.log_density[..., :-1], self.log_density[..., 1:]
-        integrals = (density[..., :-1] + density[..., 1:]) * (left + right + x_coth(right - left) - 1)
-        return -self.width / 4 * integrals.sum(-1)
-
-    def mean(self):
-        """Between two peaks it may be the worst action: `mode` is the greedy one."""
-        p = (self.log_density + self.log_weights).softmax(-1)  # masses of the teeth's hats, half hats at both ends
-        return self.at((p * torch.arange(self.pieces + 1, device=p.device)).sum(-1) + (p[..., 0] - p[..., -1]) / 3)
-
-    def mode(self):
-        """Where the density is largest: always a tooth."""
-        return self.at(self.log_density.argmax(-1).type_as(self.low))
-
-
-class CombAsCoded(Comb):
-    """What the post's code does: it scores the teeth's softmax p, interpolated, but draws from p_k all over piece k."""
-
-    def __init__(self, logits, low, high):
-        super().__init__(logits, low, high)
-        self.log_density = logits.log_softmax(-1)
-
-    def sample(self):
-        u, v = (1 - torch.rand_like(self.log_density[..., :2])).unbind(-1)
-        cdf = self.log_density.exp().cumsum(-1)[..., :-2]  # the last piece gets the last tooth's p too
-        return self.at((cdf < u[..., None]).sum(-1) + v)
-
-    def entropy(self):
-        return -(self.log_density.exp() * self.log_density).sum(-1)
-
-
-def x_coth(x):
-    """x coth x; within 0.01 of 0, where that is 0 / 0 or nearly so, its series 1 + x^2 / 3, off by 2e-10 at most."""
-    far, near = x.abs().clamp(min=0.01), x.clamp(-0.01, 0.01).square()  # one of the two is constant
-    return far / far.tanh() + (near - 0.01**2) / 3
-
-
 class Agent(nn.Module):
-    """A comb policy and a value function, with the observation statistics they were trained with.
+    """Policy and value networks, with the observation statistics that they were trained with.
 
-    Observations are normalised by `obs_norm` before they reach the networks: `act` does it, the others expect it done.
+    `policy` and `value` take observations that `obs_norm` has normalised, `act` takes them from the environment.
     """
 
     def __init__(self, observation_space, action_space, args):
         super().__init__()
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
-        self.comb = {"linear": Comb, "as-coded": CombAsCoded}[args.density]
+        if args.num_teeth < 2 or args.density not in ("linear", "as-coded"):
+            raise SystemExit(f"--num-teeth {args.num_teeth} --density {args.density}: 2 or more, linear or as-coded")
+        self.as_coded = args.density == "as-coded"
         self.obs_norm = RunningNorm(obs_dim) if args.norm_obs else nn.Identity()
         self.actor = mlp(obs_dim, act_dim * args.num_teeth, 0.01)  # the small last layer starts with flat densities
         self.critic = mlp(obs_dim, 1, 1.0)
-        low, high = (torch.as_tensor(bound, dtype=torch.float32) for bound in (action_space.low, action_space.high))
-        self.register_buffer("low", low)
-        self.register_buffer("high", high)
+        self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
+        self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
 
-    def get_value(self, obs):
+    def policy(self, obs):
+        """[..., obs_dim] -> the distribution of the actions [..., act_dim]"""
+        return Comb(self.actor(obs).unflatten(-1, (len(self.low), -1)), self.low, self.high, self.as_coded)
+
+    def value(self, obs):
         """[..., obs_dim] -> [...]"""
         return self.critic(obs).squeeze(-1)
 
-    def get_comb(self, obs):
-        """[..., obs_dim] -> the densities of the actions [..., act_dim]"""
-        return self.comb(self.actor(obs).unflatten(-1, (len(self.low), -1)), self.low, self.high)
-
-    def sample(self, obs):
-        return self.get_comb(obs).sample()
-
     @torch.no_grad()
     def act(self, obs):
-        """Greedy actions for the environment, from observations as it gives them: [..., obs_dim] -> [..., act_dim]."""
-        return self.get_comb(self.obs_norm(obs)).mode()
+        """Greedy actions for the environment, from its observations: [..., obs_dim] -> [..., act_dim]"""
+        return self.policy(self.obs_norm(obs)).mode()
+
+
+def really_followed(next_obs, final_obs, done):
+    """The observations [num_envs, obs_dim] that really followed a step: an episode's last one where it ended.
+
+    An episode s0 s1 s2 s3 ends in step 2, and the next one, r0 r1 ..., begins at once:
+
+        step            0    1    2    3
+        obs             s0   s1   s2   r0
+        next_obs        s1   s2   r0   r1
+        final_obs       -    -    s3   -
+        followed        s1   s2   s3   r1
+    """
+    return np.where(done[:, None], final_obs, next_obs)
 
 
 def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438), all [num_steps, num_envs].
 
-    next_values[t] is V of the state that really followed step t: the episode's last observation where it ended.
-    A terminal state is worth 0. A time limit is no terminal state: it bootstraps, but no advantage flows across it.
+    next_values[t] is V of the state that really followed step t. A terminal state is worth 0. A time limit is no
+    terminal state: it bootstraps, but no advantage flows across it.
     """
-    advantages = rewards + gamma * (1 - terminated) * next_values - values  # the deltas, at first
-    decay = (gamma * gae_lambda * (1 - done)).unbind()
-    rows = advantages.unbind()
-    for t in reversed(range(len(rows) - 1)):
-        rows[t].addcmul_(decay[t], rows[t + 1])
+    advantages, advantage = torch.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * (1 - terminated[t]) * next_values[t] - values[t]
+        advantages[t] = advantage = delta + gamma * gae_lambda * (1 - done[t]) * advantage
     return advantages
 
 
 def discounted_returns(rewards, done, running, gamma):
-    """Each environment's discounted return so far, [num_steps, num_envs]; `running` [num_envs] goes on in place."""
-    returns = rewards.clone()
-    returns[0] += gamma * running
-    decay = (gamma * (1 - done.type_as(rewards))).unbind()
-    rows = returns.unbind()
-    for t in range(1, len(rows)):
-        rows[t].addcmul_(decay[t - 1], rows[t - 1])
-    running.copy_(rows[-1] * (1 - done[-1]))
+    """Each episode's discounted return so far, [num_steps, num_envs]; `running` [num_envs] goes on in place."""
+    returns = torch.zeros_like(rewards)
+    for t in range(len(rewards)):
+        returns[t] = running.mul_(gamma).add_(rewards[t])
+        running.mul_(1 - done[t])
     return returns
 
 
@@ -364,21 +302,22 @@ def clipped_value_loss(new_values, values, returns, clip_coef):
 
 
 def minibatch_gradient(agent, args, obs, actions, log_probs, values, advantages, returns):
-    """Sets the clipped gradient of one minibatch's loss; returns what is logged: log_ratio [minibatch], losses [3]."""
-    comb = agent.get_comb(obs)
-    log_ratio = comb.log_prob(actions).sum(-1) - log_probs
+    """Sets the gradient of one minibatch's loss, its norm clipped. -> log_ratio [minibatch], and the losses by name"""
+    policy = agent.policy(obs)
+    log_ratio = policy.log_prob(actions) - log_probs
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     policy_loss = clipped_policy_loss(log_ratio.exp(), advantages, args.clip_coef).mean()
     clip_coef = args.clip_coef if args.clip_vloss else None
-    value_loss = 0.5 * clipped_value_loss(agent.get_value(obs), values, returns, clip_coef).mean()
-    with torch.enable_grad() if args.ent_coef else torch.no_grad():  # its gradient costs more than log_prob's
-        entropy = comb.entropy().sum(-1).mean()
+    value_loss = 0.5 * clipped_value_loss(agent.value(obs), values, returns, clip_coef).mean()
+    with torch.enable_grad() if args.ent_coef else torch.no_grad():  # its gradient takes 7% of the training
+        entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     loss.backward()
     if args.max_grad_norm:
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    return log_ratio.detach(), torch.stack([policy_loss, value_loss, entropy]).detach()
+    losses = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropy}
+    return log_ratio.detach(), {name: value.detach() for name, value in losses.items()}
 
 
 def approximate_kl(log_ratio):
@@ -386,17 +325,14 @@ def approximate_kl(log_ratio):
     return (log_ratio.exp() - 1 - log_ratio).mean()
 
 
-def update(agent, optimizer, minibatch_gradient, args, batch):
-    """`update_epochs` passes over the batch, a tuple of [batch_size, ...]; returns scalars, means over the update."""
-    batch_size = len(batch[0])
-    log_ratios, losses = [], []
+def update(agent, optimizer, gradient, args, batch):
+    """`update_epochs` passes over the batch, a tuple of [batch_size, ...]. -> metrics by name, means over all of it"""
+    log_ratios, losses = [], []  # of each minibatch
     for _ in range(args.update_epochs):
-        order = torch.randperm(batch_size, device=batch[0].device)
-        shuffled = [x[order].split(batch_size // args.num_minibatches) for x in batch]  # gathered once an epoch
-        for minibatch in zip(*shuffled):
-            check_signals()
+        order = torch.randperm(len(batch[0]), device=batch[0].device)
+        for minibatch in zip(*(x[order].chunk(args.num_minibatches) for x in batch)):
             optimizer.zero_grad()
-            log_ratio, loss = minibatch_gradient(agent, args, *minibatch)
+            log_ratio, loss = gradient(agent, args, *minibatch)
             optimizer.step()
             log_ratios.append(log_ratio)
             losses.append(loss)
@@ -404,46 +340,50 @@ def update(agent, optimizer, minibatch_gradient, args, batch):
             if approximate_kl(torch.cat(log_ratios[-args.num_minibatches :])) > args.target_kl:
                 break
     log_ratio = torch.cat(log_ratios)
-    clipfrac = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
-    metrics = [*torch.stack(losses).mean(0), -log_ratio.mean(), approximate_kl(log_ratio), clipfrac]
-    names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-    return {f"losses/{name}": value for name, value in zip(names, torch.stack(metrics).tolist())}
+    metrics = {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
+    metrics["losses/old_approx_kl"] = -log_ratio.mean()
+    metrics["losses/approx_kl"] = approximate_kl(log_ratio)
+    metrics["losses/clipfrac"] = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
+    return metrics
 
 
-def evaluate(agent, args, device, video_folder=None):
-    """Plays `eval_episodes` greedy episodes on fresh environments. -> returns and lengths, in the order they began.
+def annealing(args, global_step):
+    """Factor on the learning rate: with --anneal-lr it falls linearly to 0 over the budget."""
+    return max(0.0, 1 - global_step / args.total_timesteps) if args.anneal_lr else 1.0
 
-    The first so many started count, not the first finished, which would favour short ones.
+
+def evaluate(run, agent, make_env, video_folder=None):
+    """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
+
+    The first so many that begin count, not the first to end, which would be the short ones.
     """
-    if args.eval_episodes == 0:
+    args, num_episodes = run.args, run.args.eval_episodes
+    if num_episodes == 0:
         return [], []
-    num_envs = 1 if video_folder else min(args.num_envs, args.eval_episodes)
-    make = partial(make_env, args.env_id, args.eval_episodes, video_folder)
-    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31]) as envs:
+    num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
+    make_env = partial(make_env, eval_episodes=num_episodes, video_folder=video_folder)
+    with SubprocVecEnv(make_env, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
         obs = envs.reset()
-        playing, started, finished = np.arange(num_envs), num_envs, {}
-        while len(finished) < args.eval_episodes:
-            check_signals()
-            actions = agent.act(torch.as_tensor(obs, dtype=torch.float32, device=device))
-            obs, _, terminated, truncated = envs.step(actions.cpu().numpy(), playing < args.eval_episodes)
-            for env, episode in zip(np.flatnonzero(terminated | truncated), envs.episodes):
-                finished[playing[env]] = episode
-                playing[env], started = started, started + 1
-    return [list(column) for column in zip(*(finished[i] for i in range(args.eval_episodes)))]
+        playing, begun, ended = np.arange(num_envs), num_envs, {}  # episodes are numbered as they begin
+        while len(ended) < num_episodes:
+            actions = agent.act(torch.as_tensor(obs, dtype=torch.float32, device=run.device))
+            obs, _, _, _ = envs.step(actions.cpu().numpy(), playing < num_episodes)
+            for env, episodic_return, length in envs.episodes:
+                ended[playing[env]] = episodic_return, length
+                playing[env], begun = begun, begun + 1
+                run.show(f"evaluation {len(ended)}/{num_episodes}", passing=True)
+    returns, lengths = map(list, zip(*(ended[i] for i in range(num_episodes))))
+    mean, std = np.mean(returns), np.std(returns)
+    run.show(f"evaluation: mean return {mean:.1f}, standard deviation {std:.1f}, {num_episodes} episodes")
+    run.log({"eval/episodic_return": mean, "eval/episodic_length": np.mean(lengths)})
+    return returns, lengths
 
 
 def train(args: Args) -> dict:
-    """Trains (or, with a budget of 0, only evaluates) and returns what the run's result.json (eval.json) holds."""
+    """Trains, or with a budget of 0 only evaluates. -> what the run's result.json, or eval.json, holds"""
     check_args(args)
-    if args.num_teeth < 2:
-        raise SystemExit(f"--num-teeth {args.num_teeth}: must be at least 2")
-    if args.density not in ("linear", "as-coded"):
-        raise SystemExit(f"--density {args.density}: must be linear or as-coded")
-    num_envs = args.num_envs if args.total_timesteps else 1
-    with (
-        Run(args) as run,
-        SubprocVecEnv(partial(make_env, args.env_id), num_envs, args.num_workers, run.env_seed) as envs,
-    ):
+    make, num_envs = partial(make_env, args.env_id), args.num_envs if args.total_timesteps else 1
+    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
         if device.type == "cpu":
             torch.set_num_threads(1)  # layers of 64 units are too small to share: a second thread slows them down
@@ -451,756 +391,522 @@ def train(args: Args) -> dict:
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
-        if args.total_timesteps == 0:
-            return run.evaluated(*evaluate(agent, args, device, run.video_folder))
-        sample, gradient = agent.sample, minibatch_gradient
+
+        def draw(obs):
+            return agent.policy(agent.obs_norm(obs)).sample()
+
+        gradient = minibatch_gradient
         if args.compile:
-            sample, gradient = compile_function(sample, device), compile_function(gradient, device)
+            draw, gradient = compile_function(draw, device), compile_function(gradient, device)
 
         obs_dim, act_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-        obs = torch.zeros((args.num_steps, args.num_envs, obs_dim), device=device)
+        obs, followed = torch.zeros((2, args.num_steps, args.num_envs, obs_dim), device=device)
         actions = torch.zeros((args.num_steps, args.num_envs, act_dim), device=device)
-        rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
-        ends = np.zeros((args.num_steps, args.num_envs), bool)  # where the next row holds no next state
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
         next_obs = envs.reset()  # [num_envs, obs_dim]
 
-        for iteration in range(run.iteration + 1, run.num_iterations + 1):
-            if run.evaluation_due():
-                run.log_evaluation(*evaluate(agent, args, device))
-            left = 1 - (iteration - 1) / run.num_iterations if args.anneal_lr else 1
-            optimizer.param_groups[0]["lr"] = args.learning_rate * left
+        while run.global_step < run.budget:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
 
             # Collect. The policy and the observation statistics stay as they are until the update.
             rollout_start = time.perf_counter()
-            last_obs = []  # what followed each step of `ends`, in its order
+            rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
             for step in range(args.num_steps):
-                check_signals()
                 obs[step] = torch.as_tensor(next_obs, device=device)
                 with torch.no_grad():
-                    actions[step] = sample(agent.obs_norm(obs[step]))
-                    env_actions = actions[step].cpu().numpy()
-                next_obs, rewards[step], terminated[step], truncated = envs.step(env_actions)
-                ended = done[step] = envs.terminated | truncated
-                ends[step] = ended | (step == args.num_steps - 1)
-                if ends[step].any():
-                    last_obs.append(np.where(ended[:, None], envs.final_obs, next_obs)[ends[step]])
-                run.step(envs.episodes)
+                    actions[step] = draw(obs[step])
+                next_obs, rewards[step], terminated[step], truncated = envs.step(actions[step].cpu().numpy())
+                done[step] = envs.terminated | truncated
+                followed[step] = torch.as_tensor(really_followed(next_obs, envs.final_obs, done[step]), device=device)
+                run.step(args.num_envs, envs.episodes)
 
-            # Advantages. One pass gives the log-probabilities and values of the whole rollout.
+            # Advantages. The policy has not changed: one pass gives the log-probabilities of the whole rollout.
             update_start = time.perf_counter()
+            rewards, terminated, done = (torch.as_tensor(x, device=device) for x in (rewards, terminated, done))
+            scaled_rewards = return_norm.scale(rewards) if args.norm_reward else rewards
             with torch.no_grad():
                 normed_obs = agent.obs_norm(obs)
-                log_probs = agent.get_comb(normed_obs).log_prob(actions).sum(-1)  # [num_steps, num_envs], as below
-                values = agent.get_value(normed_obs)
-                next_values = torch.cat([values[1:], values[-1:]])
-                last_obs = torch.as_tensor(np.concatenate(last_obs), dtype=torch.float32, device=device)
-                next_values[torch.as_tensor(ends, device=device)] = agent.get_value(agent.obs_norm(last_obs))
-                rewards_t, terminated_t, done_t = (torch.tensor(x, device=device) for x in (rewards, terminated, done))
-                scaled_rewards = rewards_t
-                if args.norm_reward:
-                    scaled_rewards = (rewards_t / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10)
+                log_probs = agent.policy(normed_obs).log_prob(actions)  # [num_steps, num_envs], as all below
+                values, next_values = agent.value(normed_obs), agent.value(agent.obs_norm(followed))
                 advantages = compute_gae(
-                    scaled_rewards, values, next_values, terminated_t, done_t, args.gamma, args.gae_lambda
+                    scaled_rewards, values, next_values, terminated, done, args.gamma, args.gae_lambda
                 )
                 returns = advantages + values
-                explained_variance = 1 - (returns - values).var() / returns.var()
 
             # Update, then let the statistics see the rollout.
-            batch = tuple(x.flatten(0, 1) for x in (normed_obs, actions, log_probs, values, advantages, returns))
-            scalars = update(agent, optimizer, gradient, args, batch)
+            batch = [x.flatten(0, 1) for x in (normed_obs, actions, log_probs, values, advantages, returns)]
+            metrics = update(agent, optimizer, gradient, args, batch)
             if args.norm_obs:
                 agent.obs_norm.update(obs)
             if args.norm_reward:
-                return_norm.update(discounted_returns(rewards_t.double(), done_t, running_return, args.gamma))
-            end = time.perf_counter()
+                return_norm.update(discounted_returns(rewards.double(), done, running_return, args.gamma))
 
-            # Log and save.
-            scalars["losses/explained_variance"] = explained_variance.item()
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-            run.end_iteration(iteration, scalars, update_start - rollout_start, end - update_start)
+            # Log, save, evaluate.
+            metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+            metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.end_iteration(metrics, rollout_start, update_start)
+            if args.eval_interval and run.iteration % args.eval_interval == 0 and run.global_step < run.budget:
+                evaluate(run, agent, make)
 
-        return run.finish(*evaluate(agent, args, device, run.video_folder))
-
-
-# Plumbing: the same text in every script
+        return run.finish(*evaluate(run, agent, make, run.video_folder))
 
 
-class EnvError(RuntimeError):
-    """An environment or the process that steps it failed; says which one, with the environment's own traceback."""
+# Plumbing: what carries the algorithm; the same text in every script that has it
+#
+#   gym_make                       one environment, or one line that says why not
+#   worker, SubprocVecEnv          many environments, stepped by processes over shared memory
+#   check_args, compile_function   one line where the sizes make no sense; --compile
+#   read_checkpoint, parse_args    the command line; with --resume on top of the saved run's flags
+#   Run                            one run: its directory, curves, checkpoints of whole iterations, and how it ends
+
+SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
-def gym_make(env_id, eval_episodes=0, video_folder=None, preprocess=None, **kwargs):
-    """gymnasium.make for HumanoidBench's ids too, in silence, with one line where it fails; reports raw full episodes.
+def one_line(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
-    For an evaluation of `eval_episodes` an environment without a time limit of its own gets one of 27000 steps; that
-    many episodes are recorded in `video_folder`. `preprocess` wraps what is made with `kwargs` before all this.
-    """
-    # MuJoCo 3.1.6 never closes the mesh files it reads: 72 for each of HumanoidBench's h1hand environments.
-    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    hint = ""
-    with redirect_stdout(io.StringIO()):
-        if ":" not in env_id and env_id not in gym.registry:
-            try:
-                import humanoid_bench.tasks  # noqa: F401, importing it registers its ids
-            except ImportError as error:
-                if env_id.startswith(("h1", "g1")):
-                    hint = f" HumanoidBench can't be imported ({error}): the README says how to install it."
-        try:
-            # render_mode=None matters: HumanoidBench's default opens a GL context for each environment.
-            render_mode = "rgb_array" if video_folder else None
-            env = gym.make(env_id, render_mode=render_mode, disable_env_checker=True, **kwargs)
-            if video_folder and hasattr(env.unwrapped, "mujoco_renderer"):
-                render = env.unwrapped.mujoco_renderer.render  # HumanoidBench passes two arguments too many for it
-                env.unwrapped.mujoco_renderer.render = lambda mode, *_: render(mode)
-            if preprocess is not None:
-                env = preprocess(env)
-        except Exception as error:
-            if not isinstance(error, (gym.error.Error, ImportError, OSError)):
-                traceback.print_exc()  # its constructor's own fault
-            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise SystemExit(f"--env-id {env_id}: {message}{hint}") from None
-    if eval_episodes and env.spec.max_episode_steps is None:
-        env = gym.wrappers.TimeLimit(env, 27000)
-    env = gym.wrappers.RecordEpisodeStatistics(env)
-    if video_folder:
-        with warnings.catch_warnings(action="ignore"):  # that the folder exists
-            env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
+
+def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
+    """gymnasium.make with vectors as observations (`flat`), or one line that says why not. For an evaluation every
+    episode ends, after 27000 steps if the environment sets no limit; `eval_episodes` are recorded in `video_folder`."""
+    sys.path += [] if "" in sys.path else [""]  # module:id is found in the working directory too
+    kwargs |= {"render_mode": "rgb_array"} if video_folder else {}
+    in_worker = multiprocessing.parent_process() is not None
+    try:
+        env = gym.make(env_id, disable_env_checker=True, **kwargs)
+        if eval_episodes and env.spec.max_episode_steps is None:
+            env = gym.wrappers.TimeLimit(env, 27000)
+        if video_folder:
+            env.reset()
+            env.render()  # if it can't, it says so here
+            with warnings.catch_warnings(action="ignore"):  # that the folder exists
+                env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
+        space = env.observation_space
+        if flat and not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
+            if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
+                raise gym.error.Error(f"{space} are images: ppo_lstm_atari.py takes Atari's")
+            env = gym.wrappers.FlattenObservation(env)
+            if not in_worker:
+                print(f"{env_id}: observations {space} are flattened to {env.observation_space.shape}")
+        if 0 in (env.observation_space.shape or [0]):
+            raise gym.error.Error(f"{space} has no element, or no fixed number of them")
+    except Exception as error:
+        hint = "; put what a notebook registers into a module, for its processes: module:id" if in_worker else ""
+        if video_folder:
+            hint = "; frames of MuJoCo need MUJOCO_GL=egl (Debian's libegl1) or MUJOCO_GL=osmesa (Debian's libosmesa6)"
+        elif not isinstance(error, (gym.error.Error, ImportError, OSError, NotImplementedError)):
+            traceback.print_exc()  # its constructor's own fault
+        raise SystemExit(f"--env-id {env_id}: {one_line(error)}{hint}") from None
     return env
 
 
-def check_video(env_id):
-    """Exits with one line where frames can't be rendered or encoded: better now than after the training."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            env = make_env(env_id, 1, folder)
-            env.reset()
-            env.close()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise SystemExit(
-            f"--capture-video: {reason}. For MuJoCo set MUJOCO_GL=egl (Debian's libegl1 or a GPU's driver) or "
-            "MUJOCO_GL=osmesa (Debian's libosmesa6) before starting; moviepy encodes the frames"
-        ) from None
+class EnvError(RuntimeError):
+    """An environment, or the process that steps it, has failed; the last line says which one and why."""
 
 
-RESET, STEP, DONE, FAULT = b"r", b"s", b"d", b"f"  # what goes through the pipes
+def put(row, name, value):
+    """row[name] = value, as an environment returned it, unless that would change it or it is not finite."""
+    value, shape = np.asarray(value), row[name].shape
+    if value.dtype.kind in "biuf" and (value.shape == shape or (name == "rewards" and value.size == 1)):
+        with np.errstate(all="ignore"):
+            row[name] = value.reshape(shape)
+        if np.isfinite(row[name]).all() and (row[name].dtype.kind == "f" or (row[name] == value).all()):
+            return
+    found = " ".join(repr(value).split())[:200]
+    raise EnvError(f"returned {name} that are not finite or no {row[name].dtype} of shape {shape}: {found}")
 
 
-def _views(shared):
-    return {name: np.frombuffer(memory, dtype).reshape(shape) for name, (memory, dtype, shape) in shared.items()}
-
-
-def _worker(connection, make_env, seeds, first, shared, core):
-    """Steps the environments `first`, `first + 1`, ... at each byte; answers with one, after a fault with a message."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the parent decides when a run ends
-    # End with the parent, even in the middle of a step: its sentinel is ready as soon as it is gone, however it went.
+def worker(connection, make_env, seeds, first, rows):
+    """Steps environments `first`, `first` + 1, ... at each command. Answers: the episodes that ended, or a fault."""
+    for signum in SIGNALS:  # the parent decides when a run ends. Not SIG_IGN: what an environment starts inherits that
+        signal.signal(signum, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
     sentinel = multiprocessing.parent_process().sentinel
-    threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
-    if core is not None:
-        os.sched_setaffinity(0, [core])
+    threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)
-    view = argparse.Namespace(**_views(shared))
-    envs, generators, first_seeds = [], [], {}
-    ended_in_reset = {}  # episodes that ended inside a reset, as a game may in a wrapper's: the next step reports them
-
-    def reset(i):
-        draw = int(generators[i].integers(2**32))  # for environments that draw from the global generators
-        random.seed(draw)
-        np.random.seed(draw)
-        view.obs[first + i], info = envs[i].reset(seed=first_seeds.pop(i, None))
-        if "episode" in info:
-            ended_in_reset[i] = info["episode"]
-
-    def step(i):
-        nonlocal doing
-        at = first + i
-        obs, view.rewards[at], terminated, truncated, info = envs[i].step(view.actions[at].copy())
-        view.terminated[at], view.truncated[at], view.episode_lengths[at] = terminated, truncated, 0
-        episode = info.get("episode") or ended_in_reset.pop(i, None)
-        if episode is not None:
-            view.episode_returns[at], view.episode_lengths[at] = episode["r"], episode["l"]
-        if terminated or truncated:
-            view.final_obs[at] = obs
-            doing = "reset"
-            reset(i)
-        else:
-            view.obs[at] = obs
-
-    i, doing, pipe = 0, "its constructor", connection.fileno()
+    rows, counts = np.frombuffer(*rows)[first:], np.zeros((len(seeds), 2))  # return and length of each one's episode
+    envs, generators, env_seeds, i = [], [], [], 0
     try:
         for i, seed in enumerate(seeds):
             generators.append(np.random.default_rng(seed))
-            first_seeds[i] = int(generators[i].integers(2**31))
+            env_seeds.append(int(generators[i].integers(2**31)))
             envs.append(make_env())
             envs[i].action_space.seed(int(generators[i].integers(2**31)))
-        # Raw bytes, and up to 0.2 ms of asking for the next before sleeping: to wake a process takes 0.05 ms.
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
-        while True:
-            os.write(pipe, DONE)
-            for _ in range(200):
-                if poll.poll(0):
-                    break
-                os.sched_yield()
-            command = os.read(pipe, 1)
-            if not command:
-                break  # the parent is done with these environments
-            for i in range(len(envs)):
-                doing = "reset" if command == RESET else "step"
-                if command == RESET:
-                    reset(i)
-                elif view.active[first + i]:
-                    step(i)
-                else:
-                    for array in (view.rewards, view.terminated, view.truncated, view.episode_lengths):
-                        array[first + i] = 0
+        while (command := connection.recv()) is not None:
+            episodes = []
+            for i, env in enumerate(envs):
+                begin = command == "reset"
+                if command == "step" and rows[i]["active"]:
+                    obs, reward, terminated, truncated, _ = env.step(rows[i]["actions"].copy())
+                    rows[i]["terminated"], rows[i]["truncated"] = terminated, truncated
+                    begin = terminated or truncated
+                    put(rows[i], "rewards", reward)
+                    put(rows[i], "final_obs" if begin else "obs", obs)
+                    counts[i] += np.asarray(reward).sum(dtype=np.float64), 1
+                    if begin:
+                        episodes.append((first + i, float(counts[i, 0]), int(counts[i, 1])))
+                if begin:
+                    draw = int(generators[i].integers(2**32))
+                    random.seed(draw)  # for environments that draw from the global generators
+                    np.random.seed(draw)
+                    put(rows[i], "obs", env.reset(seed=env_seeds[i])[0])
+                    env_seeds[i], counts[i] = None, 0
+            connection.send(episodes)
     except BaseException as error:
-        message = f"{traceback.format_exc()}\nenvironment {first + i} raised {type(error).__name__} in {doing}: {error}"
-        with suppress(OSError):  # the pipe is broken if the parent is done with these environments
-            os.write(pipe, FAULT)
-            connection.send_bytes(message.encode())
-    with suppress(Exception):
-        for env in envs:
+        known = isinstance(error, (EnvError, SystemExit))
+        message = error if known else f"raised {one_line(error)}"
+        with suppress(OSError):  # of a parent that is gone
+            connection.send(f"{'' if known else traceback.format_exc()}environment {first + i} {message}")
+    for env in envs:
+        with suppress(Exception):
             env.close()
 
 
-class SubprocVecEnv:
-    """`num_envs` environments in `num_workers` processes (0: one for each core), each with its own slice of them.
+class SubprocVecEnv(AbstractContextManager):
+    """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them.
 
-    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated). These are views of shared memory that the
-    next step overwrites: obs [num_envs, ...] in the space's dtype (float64 as float32), rewards float32 [num_envs],
-    flags bool [num_envs]. An environment that ends starts anew in the same step: `obs` then holds the new episode's
-    first observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists the (return, length) of the
-    episodes that ended in this step, in the order of the environments. Both are valid until the next step.
-    step(actions, active) lets environments rest where `active` [num_envs] is false: no reward, no end, `obs` stays.
-    `make_env` takes no argument and can be pickled. `seed`, an int or a list of ints, fixes everything that happens,
-    whatever the number of workers. Raises EnvError where an environment or a worker fails.
+    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated). These are views of shared memory, which the
+    next step overwrites: obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32 [num_envs],
+    flags bool [num_envs]. An environment that ends starts anew in the same step: `obs` then has the new episode's first
+    observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists (environment, return, length) of
+    those that ended in this step. step(actions, active) lets environments rest where `active` [num_envs] is false.
+    `seed`, an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that
+    draw from a global generator in `step`. `make_env` can be pickled. Raises EnvError where one of them fails.
     """
 
-    def __init__(self, make_env, num_envs, num_workers, seed):
-        env = make_env()
-        self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
-        env.close()
-        # forkserver: workers start from a process that has the imports and no threads.
-        context = multiprocessing.get_context("forkserver")
+    def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
+        if spaces is None:
+            env = make_env()
+            spaces = env.observation_space, env.action_space
+            with suppress(Exception):
+                env.close()
+        self.num_envs, self.episodes, self.connections, self.processes = num_envs, [], [], []
+        self.single_observation_space, self.single_action_space = space, action_space = spaces
+        obs_type = np.float32 if space.dtype.kind == "f" else space.dtype, space.shape
+        fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
+        fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
+        row = np.dtype(fields, align=True)  # of one environment
+        context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
-        space, action_space = self.single_observation_space, self.single_action_space
-        obs_dtype = np.float32 if space.dtype == np.float64 else space.dtype
-        arrays = {"obs": (obs_dtype, space.shape), "final_obs": (obs_dtype, space.shape)}
-        arrays |= {"actions": (action_space.dtype, action_space.shape), "rewards": (np.float32, ())}
-        arrays |= {"active": (bool, ()), "terminated": (bool, ()), "truncated": (bool, ())}
-        arrays |= {"episode_returns": (np.float64, ()), "episode_lengths": (np.int64, ())}
-        shared = {}
-        for name, (dtype, shape) in arrays.items():
-            size = num_envs * int(np.prod(shape)) * np.dtype(dtype).itemsize
-            shared[name] = context.RawArray("b", size), np.dtype(dtype), (num_envs, *shape)
-        vars(self).update(_views(shared))
-        self.episodes = []
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None] * os.cpu_count()
-        self.slices = np.array_split(np.arange(num_envs), min(num_envs, num_workers or len(cores)))
-        if len(self.slices) != len(cores):
-            cores = [None] * len(self.slices)
+        rows = context.RawArray("b", num_envs * row.itemsize), row
+        vars(self).update({name: np.frombuffer(*rows)[name] for name in row.names})
+        resource_tracker.ensure_running()  # now, as it unblocks signals
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a Ctrl-C shall not end fork server and workers
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        atexit.register(self.close)  # or multiprocessing would wait for them for ever
         seeds = np.random.SeedSequence(seed).spawn(num_envs)
-        self.connections, self.processes = [], []
-        # At exit too, if never called: before multiprocessing waits for daemons that its SIGTERM does not end.
-        self.close = multiprocessing.util.Finalize(self, _close, (self.connections, self.processes), exitpriority=0)
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # for the workers only, which inherit it
-        try:
-            # A Ctrl-C reaches every process, but only the parent decides when a run ends: the fork server starts with
-            # the signals blocked, and so do its children. (Starting the tracker would unblock them here.)
-            multiprocessing.resource_tracker.ensure_running()
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-            try:
-                multiprocessing.forkserver.ensure_running()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            # One worker for each core: each stays on its own, as two that wake up on one would share it for a while.
-            for part, core in zip(self.slices, cores):
-                connection, worker_end = context.Pipe()
-                arguments = (worker_end, make_env, seeds[part[0] : part[-1] + 1], int(part[0]), shared, core)
-                process = context.Process(target=_worker, args=arguments, daemon=True)
-                process.start()
-                worker_end.close()
-                self.connections.append(connection)
-                self.processes.append(process)
-            self._receive()
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.environ.pop("OMP_NUM_THREADS") if threads is None else os.environ.update(OMP_NUM_THREADS=threads)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        with suppress(OSError, ValueError):  # the cgroup's quota; there may be no cgroup, or "max", no quota
+            quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+            cores = max(1, min(cores, quota // period))
+        self.slices = np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores))
+        for part in self.slices:
+            connection, worker_end = context.Pipe()
+            arguments = worker_end, make_env, seeds[part[0] : part[-1] + 1], int(part[0]), rows
+            process = context.Process(target=worker, args=arguments)
+            process.start()
+            self.connections.append(connection)
+            self.processes.append(process)
+            worker_end.close()
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
-        self._command(RESET)
-        self.episodes = []
-        self._check_finite("an observation", self.obs)
+        self._command("reset")
         return self.obs
 
     def step(self, actions, active=True):
         self.actions[:], self.active[:] = actions, active
-        self._command(STEP)
-        ended = self.episode_lengths > 0
-        self.episodes = list(zip(self.episode_returns[ended].tolist(), self.episode_lengths[ended].tolist()))
-        self._check_finite("a reward", self.rewards)
-        self._check_finite("an observation", self.obs)
-        if (self.terminated | self.truncated).any():
-            self._check_finite("a final observation", self.final_obs)
+        if isinstance(self.single_action_space, gym.spaces.Box):  # in its own dtype: as a float32, 0.1 is above 0.1
+            np.clip(self.actions, self.single_action_space.low, self.single_action_space.high, out=self.actions)
+        self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
+        self._command("step")
         return self.obs, self.rewards, self.terminated, self.truncated
 
     def _command(self, command):
+        self.episodes = []
         for connection in self.connections:
-            with suppress(ConnectionError):  # of a worker that died: noticed below
-                os.write(connection.fileno(), command)
-        self._receive()
-
-    def _receive(self):
-        # The last one first: it starts last, on the core that this process leaves by waiting for it. Were the first one
-        # waited for first, its answer would wake this process in the midst of the last one's work.
-        for part, connection, process in [*zip(self.slices, self.connections, self.processes)][::-1]:
+            with suppress(OSError):  # of a worker that died: noticed below
+                connection.send(command)
+        for part, connection, process in zip(self.slices, self.connections, self.processes):
             try:
-                with _leaving_at_once():  # a step may hang
-                    answer = os.read(connection.fileno(), 1)
-                if answer == FAULT:
-                    raise EnvError(connection.recv_bytes().decode())
-            except (EOFError, ConnectionError):
-                answer = b""
-            if not answer:
+                answer = connection.recv()
+            except (EOFError, OSError):
                 process.join(1)
-                code = process.exitcode
-                cause = f"was killed by signal {-code}" if code and code < 0 else f"exited with code {code}"
-                raise EnvError(f"the process of environments {part[0]} to {part[-1]} {cause}")
+                answer = f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
+            if isinstance(answer, str):
+                raise EnvError(answer)
+            self.episodes += answer
 
-    def _check_finite(self, what, array):
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            env = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(1))[0]
-            raise EnvError(f"environment {env} returned {what} that is not finite")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-def _close(connections, processes):
-    for connection in connections:
-        connection.close()  # a worker that waits sees the end of its pipe
-    end = time.monotonic() + 2  # for all of them together
-    for process in processes:
-        process.join(max(0, end - time.monotonic()))
-        if process.is_alive():
+    def close(self, *_):
+        """The workers close their environments and end; those that still live after two seconds are killed."""
+        atexit.unregister(self.close)
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.send(None)
+        end = time.monotonic() + 2
+        for process in self.processes:
+            process.join(max(0, end - time.monotonic()))
             process.kill()
+            process.join(1)
+
+    __exit__ = close
 
 
-_signal_received = _signal_time = None
-_leave_at_once = False
-
-
-def _on_signal(signum, _):
-    global _signal_received, _signal_time
-    if _signal_received is None:
-        _signal_received, _signal_time = signum, time.monotonic()
-        if _leave_at_once:
-            check_signals()
-    elif time.monotonic() - _signal_time > 0.5:  # timeout(1) sends its signal twice, to the process and to its group
-        os._exit(128 + signum)  # a second Ctrl-C leaves at once
-
-
-def check_signals():
-    """Raises SystemExit after a SIGINT or SIGTERM: called where leaving is safe, at least once a step and minibatch."""
-    if _signal_received is not None:
-        raise SystemExit(128 + _signal_received)
-
-
-@contextmanager
-def _leaving_at_once():
-    """Lets a signal end what is done inside, however long that takes."""
-    global _leave_at_once
-    _leave_at_once = True
-    try:
-        check_signals()  # after one that came just before, none may come any more
-        yield
-    finally:
-        _leave_at_once = False
-
-
-def flag(name):
-    return "--" + name.replace("_", "-")
-
-
-def check_args(args, whole_episodes=False):
-    """Exits with one line where the sizes make no sense; with `whole_episodes`, --num-steps 0 is a batch of those."""
-    limits = dict.fromkeys(("num_envs", "num_steps", "num_minibatches", "update_epochs"), (1, np.inf))
-    limits |= {"num_steps": (0, np.inf)} if whole_episodes else {}
-    names = "num_workers checkpoint_interval eval_episodes eval_interval total_timesteps".split()
-    names += ["clip_coef", "max_grad_norm"]
-    names += [name for name, value in vars(args).items() if name.endswith("learning_rate") and value is not None]
-    limits |= dict.fromkeys(names, (0, np.inf)) | {"seed": (0, 2**64 - 1), "gamma": (0, 1), "gae_lambda": (0, 1)}
-    for name, (low, high) in limits.items():
-        if not low <= getattr(args, name) <= high:
-            bounds = f"at least {low}" if high == np.inf else f"from {low} to {high}"
-            raise SystemExit(f"{flag(name)} {getattr(args, name)}: must be {bounds}")
-    batch_size = args.num_envs * args.num_steps
-    batch = f"a batch of {batch_size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
-    if batch_size and (batch_size % args.num_minibatches or batch_size // args.num_minibatches < 2):
+def check_args(args):
+    """Ends with one line where a value makes no sense."""
+    for name, value in vars(args).items():
+        low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
+        high = {"gamma": 1, "gae_lambda": 1, "seed": 2**64 - 1}.get(name, np.inf)
+        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
+        if limited and value is not None and not low <= value <= high:
+            raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
+    size = args.num_envs * args.num_steps
+    batch = f"a batch of {size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
+    if size % args.num_minibatches or size // args.num_minibatches < 2:
         raise SystemExit(f"--num-minibatches {args.num_minibatches}: must cut {batch} into equal parts of 2 or more")
+    if 0 < args.total_timesteps < size:
+        raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}")
     if args.total_timesteps == 0 and (args.resume is None or args.eval_episodes == 0):
         raise SystemExit("--total-timesteps 0 only evaluates: it needs --resume PATH and --eval-episodes of 1 or more")
-    if (args.eval_interval or args.capture_video) and args.eval_episodes == 0:
-        name = "--eval-interval" if args.eval_interval else "--capture-video"
-        raise SystemExit(f"{name} needs --eval-episodes of 1 or more")
-    if 0 < args.total_timesteps < batch_size:
-        raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}")
+    if args.capture_video and args.eval_episodes == 0:
+        raise SystemExit("--capture-video records the last evaluation: it needs --eval-episodes of 1 or more")
 
 
 def compile_function(function, device):
-    """torch.compile, on a GPU with CUDA graphs: the outputs are cloned, as the next call overwrites them."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise SystemExit(f"--compile needs a C++ compiler: {compiler} is not installed (Debian's g++; or set CXX)")
+    """torch.compile; on a GPU with CUDA graphs, whose outputs are cloned, as the next call overwrites them."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise SystemExit("--compile needs a C++ compiler: Debian's g++, or what the variable CXX names")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its helper processes would outlive the run
-    cuda = device.type == "cuda"
-    with _leaving_at_once():  # importing the compiler takes a while
-        if not cuda:
-            torch._dynamo.config.trace_autograd_ops = True  # loss, backward() and clipping in one graph
-        compiled = torch.compile(function, mode="reduce-overhead" if cuda else None)
+    torch._dynamo.config.trace_autograd_ops = device.type == "cpu"  # loss, backward() and clipping in one graph
+    compiled = torch.compile(function, mode=None if device.type == "cpu" else "reduce-overhead")
 
     def call(*inputs):
-        with _leaving_at_once():  # the first call compiles, for up to a minute
-            if not cuda:
-                return compiled(*inputs)
-            torch.compiler.cudagraph_mark_step_begin()
-            return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
+        torch.compiler.cudagraph_mark_step_begin()
+        return torch.utils._pytree.tree_map(torch.clone, compiled(*inputs))
 
-    return call
+    return compiled if device.type == "cpu" else call
 
 
 def read_checkpoint(path):
-    """(checkpoint, its file) of a run directory, checkpoint.pt or policy.pt; one line if it is not this script's."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / ("checkpoint.pt" if (file / "checkpoint.pt").exists() else "policy.pt")
-    if not file.is_file():
-        raise SystemExit(f"--resume {path}: there is no {file}")
+    """(checkpoint, its directory) of a run's directory or its checkpoint.pt."""
+    file = Path(path, "checkpoint.pt") if os.path.isdir(path) else Path(path)
     try:
         checkpoint = torch.load(file, weights_only=True, map_location="cpu")
-        script, _, _ = checkpoint["script"], checkpoint["args"], checkpoint["model"]
+        return checkpoint | {"args": checkpoint["args"], "model": checkpoint["model"]}, file.parent
     except Exception as error:
-        raise SystemExit(f"--resume {path}: {file} is damaged or no checkpoint ({type(error).__name__})") from None
-    if script != Path(__file__).stem:
-        raise SystemExit(f"--resume {path}: a checkpoint of {script}.py, not of {Path(__file__).name}")
-    return checkpoint, file
+        hint = "; a run's first is saved when an iteration has ended" if isinstance(error, FileNotFoundError) else ""
+        raise SystemExit(f"--resume {path}: {file} is no whole checkpoint ({type(error).__name__}){hint}") from None
 
 
-def parse_args(Args):
-    """The command line; with --resume PATH the defaults are the saved run's, else --preset's where Args has presets."""
+def parse_args(default):
+    """The command line as Args. A flag that is not given is the saved run's with --resume PATH, else the default's."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
-    parser.add_argument("--preset")
-    given = parser.parse_known_args()[0]
-    resume = given.resume
-    default = Args(**getattr(Args, "presets", {}).get(given.preset, {}))
-    if resume is not None:
-        saved = read_checkpoint(resume)[0]["args"]
-        unknown = saved.keys() ^ vars(default).keys()
-        if unknown:
-            raise SystemExit(
-                f"--resume {resume}: of another version of this script, whose flags differ: {sorted(unknown)}"
-            )
-        default = replace(Args(**saved), run_dir=None)
-    return tyro.cli(Args, default=default)
+    path = parser.parse_known_args()[0].resume
+    if path is not None:
+        saved = read_checkpoint(path)[0]["args"] | {"run_dir": None}
+        default = replace(default, **{name: value for name, value in saved.items() if hasattr(default, name)})
+    return tyro.cli(type(default), default=default)
 
 
-MAY_CHANGE = "total_timesteps num_workers cuda compile eval_episodes eval_interval capture_video track".split()
-MAY_CHANGE += "wandb_project_name wandb_entity checkpoint_interval run_dir resume".split()  # when a run is resumed
+class Run(AbstractContextManager):
+    """One run. As a context it saves a copy of the last whole iteration, however it ends; nothing else is ever saved,
+    so that a signal may raise wherever it lands."""
 
-
-class Run:
-    """One run: its directory, curves, checkpoints and signals; as a context, what was reached is saved however it ends.
-
-    `begin` opens it, `step` counts a step of all environments, `end_iteration` logs, checks and saves, `finish` ends
-    it. `iteration` and `global_step` say where it stands, `env_seed` what its environments are seeded with.
-    """
+    # What a checkpoint holds besides networks, optimizers, random states and flags.
+    progress = "iteration global_step starts recent_returns training_seconds wandb_id".split()
 
     def __init__(self, args):
-        self.args = args
-        self.batch_size = args.num_envs * args.num_steps or 1  # of whole episodes: any number of steps
-        self.num_iterations = args.total_timesteps // self.batch_size
-        self.budget = self.num_iterations * self.batch_size
-        self.iteration = self.global_step = 0
-        self.recent_returns = deque(maxlen=100)
-        self.seconds = self.training_seconds = 0.0  # since the run's first start; in rollouts and updates alone
-        self.started = time.perf_counter()
-        self.checkpoint = self.writer = self.snapshot = self.directory = self.lock = None
-        self.env_seed, self.saved_iteration, self.last_evaluation = args.seed, 0, 0
+        self.args, self.checkpoint, self.directory = args, None, args.run_dir and Path(args.run_dir)
+        self.iteration, self.global_step, self.starts, self.recent_returns = 0, 0, [], []
+        self.training_seconds, self.started = 0.0, time.time()
+        self.wandb_id, self.env_seed, changed = f"{time.time_ns():x}", args.seed, {}
+        self.writer = self.snapshot = self.lock = self.signum = self.pace = None
         if args.resume is not None:
-            self.checkpoint, file = read_checkpoint(args.resume)
-            self.directory = file.parent
-            if args.run_dir is not None and Path(args.run_dir).resolve() != self.directory.resolve():
-                raise SystemExit(f"--run-dir {args.run_dir}: a run goes on in its own directory, {self.directory}")
-            for key, value in self.checkpoint["args"].items():
-                if key not in MAY_CHANGE and getattr(args, key) != value:
-                    raise SystemExit(f"{flag(key)} {getattr(args, key)}: can't change, the run of --resume has {value}")
-            for name in ("iteration", "global_step", "seconds", "training_seconds"):
-                setattr(self, name, self.checkpoint[name])
-            self.recent_returns.extend(self.checkpoint["recent_returns"])
-            self.saved_iteration, self.env_seed = self.iteration, [args.seed, self.iteration]
-            self.last_evaluation = self.checkpoint.get("last_evaluation", self.iteration)  # not in older ones
-            if 0 < args.total_timesteps < min(self.global_step, self.checkpoint["args"]["total_timesteps"]):
-                raise SystemExit(f"--total-timesteps {args.total_timesteps}: the run has {self.global_step} already")
-        elif args.run_dir is not None:
-            self.directory = Path(args.run_dir)
-            if any((self.directory / name).exists() for name in ("checkpoint.pt", "policy.pt")):
-                raise SystemExit(
-                    f"--run-dir {self.directory} holds a run: go on with --resume {self.directory}, or name another"
-                )
-        if args.capture_video:
-            check_video(args.env_id)
+            self.checkpoint, directory = read_checkpoint(args.resume)
+            if self.directory and self.directory.resolve() != directory.resolve():
+                raise SystemExit(f"--run-dir {args.run_dir}: a run goes on in its own directory, {directory}")
+            self.directory, old = directory, self.checkpoint["args"] | {"resume": args.resume}
+            vars(self).update({name: self.checkpoint[name] for name in self.progress if name in self.checkpoint})
+            changed = {k: [old[k], v] for k, v in vars(args).items() if k != "run_dir" and old.get(k, v) != v}
+            self.env_seed = [args.seed, self.iteration]
+            self.started -= self.checkpoint.get("wall_seconds", 0)
+        elif self.directory and os.path.exists(self.directory / "checkpoint.pt"):
+            raise SystemExit(f"--run-dir {self.directory} holds a run: --resume {self.directory}, or name another")
+        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
+        batch_size = args.num_envs * args.num_steps or 1  # 1: of whole episodes, so of any size
+        iterations = max(0, args.total_timesteps - self.global_step) // batch_size
+        self.budget = self.global_step + iterations * batch_size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.manual_seed(args.seed)
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # of the curves
+        self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
+        self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
-    def __enter__(self):
-        global _signal_received, _leave_at_once
-        _signal_received, _leave_at_once = None, False
-        self.threads, self.handlers = torch.get_num_threads(), {}
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {s: signal.signal(s, _on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
+    def _on_signal(self, signum, _):
+        if self.signum is None:
+            self.signum, self.signal_time = signum, time.monotonic()
+            raise SystemExit(128 + signum)
+        if time.monotonic() - self.signal_time > 0.5:  # timeout(1) sends its signal twice, to process and group
+            os._exit(128 + signum)  # a second Ctrl-C leaves at once
 
     def begin(self, envs, **parts):
-        """Opens the directory, or loads the checkpoint of --resume, into `parts`: name=module or optimizer."""
-        self.parts = parts
-        spaces = (envs.single_observation_space, envs.single_action_space)
-        self.shapes = [[*space.shape, int(getattr(space, "n", 0))] for space in spaces]
-        if self.checkpoint is not None:
-            self._load(self.checkpoint)
-        if self.args.total_timesteps == 0:
-            return
-        self._open_directory()
-        self._write(vars(self.args), self.directory / "args.json")
-        if self.args.track:
+        """Opens the run's directory. With --resume loads the checkpoint into `parts`: name=module or optimizer."""
+        args, saved, self.parts = self.args, self.checkpoint, parts
+        self.spaces = envs.single_observation_space, envs.single_action_space
+        self.shapes = [[*space.shape, int(getattr(space, "n", 0))] for space in self.spaces]
+        self.generators = [torch.default_generator, *torch.cuda.default_generators[:1]]
+        if saved is not None:
             try:
-                import wandb
-            except ImportError:
-                raise SystemExit("--track needs Weights & Biases: pip install wandb") from None
-            wandb.init(
-                project=self.args.wandb_project_name,
-                entity=self.args.wandb_entity,
-                name=self.directory.name,
-                config=vars(self.args),
-                sync_tensorboard=True,
-            )
-        size = f"{self.num_iterations} iterations of {self.batch_size}" if self.args.num_steps else f"{self.budget}"
-        plan = f"{self.directory}: {size} steps on {self.device}"
-        left = self.args.total_timesteps % self.batch_size
-        print(
-            plan + (f"; the last {left} of {self.args.total_timesteps} steps are left out" if left else ""), flush=True
-        )
-        # What an earlier start logged after the checkpoint, or without ever saving one, is dropped.
-        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if self.checkpoint else 0)
-        table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+                for name in parts if args.total_timesteps else ["model"]:
+                    parts[name].load_state_dict(saved[name])
+                for generator, state in zip(self.generators, saved["rng"] if args.total_timesteps else []):
+                    generator.set_state(state)
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                reason = f"does not fit this script and its flags ({one_line(error)})"
+                raise SystemExit(f"--resume {args.resume}: {reason}") from None
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
+        names = (Path("runs", f"{name}__{int(time.time()) + i}") for i in itertools.count())
+        self.directory = self.directory or next(path for path in names if not path.exists())
+        self.video_folder = str(self.directory / "videos") if args.capture_video else None
+        if args.capture_video:  # better now than after the training
+            make_env(args.env_id, 1, self.video_folder).close()
+        if args.total_timesteps == 0:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.lock = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # else a file system without locks
+                raise SystemExit(f"{self.directory}: another process works at this run") from None
+        (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
+        self._write("args.json", vars(args))
+        if changed := self.starts[-1]["changed"]:
+            old = SimpleNamespace(**saved["args"])
+            was, now = (x.learning_rate * annealing(x, self.global_step) for x in (old, args))
+            print("; ".join(f"--{name.replace('_', '-')} was {old}, is {new}" for name, (old, new) in changed.items()))
+            print(f"the learning rate was {was:.3g}, is {now:.3g}")
+        whole = f"up to step {self.budget} of {args.total_timesteps}, in whole iterations"
+        print(f"{self.directory}: {whole}, on {self.device}", flush=True)
+        if args.track:
+            import wandb  # pip install wandb
+
+            run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.directory.name}
+            wandb.init(**run, id=self.wandb_id, resume="allow", config=vars(args), sync_tensorboard=True)
+        # What an earlier start logged after its last checkpoint, or without one, is dropped.
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if saved else 0)
         self._take_snapshot()
 
-    def _open_directory(self):
-        """Makes the directory, or takes the given one, and keeps other processes out of it."""
-        args = self.args
-        try:
-            while self.directory is None:
-                name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-                directory = Path("runs", name.replace("/", "-").replace(":", "-"))
-                try:
-                    directory.mkdir(parents=True)
-                    self.directory = directory
-                except FileExistsError:  # of a run that began in the same second
-                    time.sleep(1)
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self.lock = os.open(self.directory, os.O_RDONLY)
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SystemExit(f"{self.directory}: another process works at this run") from None
-            except OSError:
-                pass  # some network file systems have no such locks
-            (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
-        except OSError as error:
-            raise SystemExit(f"--run-dir {self.directory}: {error}") from None
-
-    @property
-    def video_folder(self):
-        return str(self.directory / "videos") if self.args.capture_video else None
-
-    def _load(self, checkpoint):
-        if checkpoint["shapes"] != self.shapes:
-            shapes = f"{checkpoint['shapes']}, not {self.shapes}"
-            raise SystemExit(f"--resume {self.args.resume}: trained with observations and actions of shapes {shapes}")
-        if "rng" not in checkpoint and self.args.total_timesteps > 0:
-            raise SystemExit(
-                f"--resume {self.args.resume}: a policy without optimizer and random states can only be evaluated "
-                "(--total-timesteps 0); training goes on from checkpoint.pt"
-            )
-        try:
-            for name in self.parts.keys() & checkpoint.keys():
-                self.parts[name].load_state_dict(checkpoint[name])
-        except (KeyError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise SystemExit(f"--resume {self.args.resume}: of another version of this script ({reason})") from None
-        if "rng" in checkpoint:
-            torch.set_rng_state(checkpoint["rng"]["torch"])
-            if self.device.type == "cuda" and checkpoint["rng"]["cuda"] is not None:
-                torch.cuda.set_rng_state(checkpoint["rng"]["cuda"])
+    def _write(self, name, state):
+        buffer, file = io.BytesIO(), self.directory / name
+        buffer.write(json.dumps(state, indent=2).encode()) if name.endswith(".json") else torch.save(state, buffer)
+        with open(file.with_suffix(".tmp"), "wb") as stream:
+            stream.write(buffer.getbuffer())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(file.with_suffix(".tmp"), file)  # a kill in the midst of writing leaves the old file whole
 
     def _take_snapshot(self):
-        """Copies the state after a whole iteration: what is saved, even when the next one is cut short."""
-        cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
-        state = {"script": Path(__file__).stem, "args": vars(self.args), "shapes": self.shapes}
-        state |= {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
-        state["rng"] = {"torch": torch.get_rng_state(), "cuda": cuda}
-        state |= {"global_step": self.global_step, "iteration": self.iteration}
-        state |= {"last_evaluation": self.last_evaluation}
-        state |= {"seconds": self.seconds + time.perf_counter() - self.started}
-        state |= {"training_seconds": self.training_seconds, "recent_returns": list(self.recent_returns)}
-        self.snapshot = state
-
-    def _save(self):
-        self.writer.flush()
-        self._write(self.snapshot, self.directory / "checkpoint.pt")
-        self.saved_iteration = self.snapshot["iteration"]
-
-    def _write(self, state, file):
-        buffer, temporary = io.BytesIO(), file.with_suffix(".tmp")
-        if file.suffix == ".json":
-            buffer.write((json.dumps(state, indent=2) + "\n").encode())
-        else:
-            torch.save(state, buffer)
-        try:
-            with open(temporary, "wb") as stream:
-                stream.write(buffer.getbuffer())
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)  # a kill in the middle of writing leaves the old file whole
-        except OSError as error:
-            raise SystemExit(f"{file} can't be written: {error}") from None
-
-    def step(self, episodes, steps=None):
-        """Counts a step of all environments, or `steps`; logs the episodes, [(return, length)], that ended in it."""
-        self.global_step += self.args.num_envs if steps is None else steps
-        for episodic_return, length in episodes:
-            self.log({"charts/episodic_return": episodic_return, "charts/episodic_length": length})
-            self.recent_returns.append(episodic_return)
+        """Copies the state at the end of an iteration: what is saved, even when the next one is cut short."""
+        snapshot = {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
+        snapshot |= {name: getattr(self, name) for name in self.progress}
+        snapshot |= {"args": vars(self.args), "shapes": self.shapes, "wall_seconds": time.time() - self.started}
+        self.snapshot = snapshot | {"rng": [generator.get_state() for generator in self.generators]}
 
     def log(self, scalars):
-        for name, value in scalars.items():
+        for name, value in scalars.items() if self.writer else ():
             self.writer.add_scalar(name, value, self.global_step)
 
-    def evaluation_due(self):
-        """Whether --eval-interval asks for an evaluation of the state that the last iteration left: once each."""
-        interval = self.args.eval_interval
-        return interval > 0 and self.iteration % interval == 0 and self.iteration > self.last_evaluation
+    def show(self, text, passing=False):
+        """A line on the console. A passing one is for a terminal alone, until the next one takes its place."""
+        terminal = sys.stdout.isatty()
+        if terminal or not passing:
+            print(f"\r\033[K{text}" if terminal else text, end="" if passing else "\n", flush=True)
 
-    def log_evaluation(self, returns, lengths):
-        self.log({"eval/episodic_return": np.mean(returns), "eval/episodic_length": np.mean(lengths)})
-        self.last_evaluation = self.snapshot["last_evaluation"] = self.iteration
-        if self.saved_iteration == self.iteration:
-            self._save()
+    def step(self, num_steps, episodes):
+        """Counts environment steps, and logs the episodes that ended in them."""
+        self.global_step += num_steps
+        for _, episodic_return, length in episodes:
+            self.log({"charts/episodic_return": episodic_return, "charts/episodic_length": length})
+            self.recent_returns = [*self.recent_returns[-99:], episodic_return]
 
-    def end_iteration(self, iteration, scalars, rollout_seconds, update_seconds):
-        """Logs, stops if the training has diverged, takes a snapshot, and saves it when it is due."""
-        seconds = rollout_seconds + update_seconds
-        speed = (self.global_step - self.snapshot["global_step"]) / seconds
-        self.log(scalars | {"time/rollout": rollout_seconds, "time/update": update_seconds, "charts/SPS": speed})
-        tensors = [p.detach() for part in self.parts.values() if isinstance(part, nn.Module) for p in part.parameters()]
-        tensors.append(torch.tensor([value for name, value in scalars.items() if name.endswith("_loss")]))
-        if not all(tensor.isfinite().all() for tensor in tensors):
-            self._write_result("diverged", [])
-            where = f"the last good state is in {self.directory / 'checkpoint.pt'}; " if self.iteration else ""
-            raise SystemExit(
-                f"diverged at step {self.global_step}: a loss or parameter is not finite; {where}"
-                "a lower --learning-rate may help"
-            )
-        self.iteration = iteration
-        self.training_seconds += seconds
+    def end_iteration(self, metrics, rollout_start, update_start):
+        """Logs, ends a run that has diverged, copies the state, and saves the copy where that is due."""
+        args, end, steps = self.args, time.perf_counter(), self.global_step - self.snapshot["global_step"]
+        seconds = end - rollout_start
+        times = {"time/rollout": update_start - rollout_start, "time/update": end - update_start}
+        self.log(metrics | times | {"charts/SPS": steps / seconds})
+        state = [x for part in self.parts.values() if isinstance(part, nn.Module) for x in part.parameters()]
+        state += [torch.as_tensor(value) for name, value in metrics.items() if name.endswith("_loss")]
+        if not all(tensor.isfinite().all() for tensor in state):
+            self.finish([], [], "diverged")
+            saved = "; the last good state is saved" if self.iteration else ""
+            remedy = "a loss or parameter is not finite, a lower --learning-rate may help"
+            raise SystemExit(f"diverged at step {self.global_step}: {remedy}{saved}")
+        self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + seconds
         self._take_snapshot()
-        last, interval = self.global_step >= self.budget, self.args.checkpoint_interval
-        if last or (interval and iteration % interval == 0):
-            self._save()
+        last = self.global_step >= self.budget
+        if last or (args.checkpoint_interval and self.iteration % args.checkpoint_interval == 0):
+            self._write("checkpoint.pt", self.snapshot)  # before the curves: a full disk may end the run there
+            self.writer.flush()
+        self.pace = 0.9 * (self.pace or seconds / steps) + 0.1 * seconds / steps
+        left = timedelta(seconds=int(max(0, self.budget - self.global_step) * self.pace))
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
-        left = max(0, int((self.budget - self.global_step) / speed))
-        line = f"step {self.global_step}/{self.args.total_timesteps}  {speed:.0f} steps/s  return {mean}  "
-        line += f"{left // 3600}h{left // 60 % 60:02d}m{left % 60:02d}s left"
-        if sys.stdout.isatty():
-            filled = min(20, 20 * self.global_step // self.budget)
-            line = f"\r\033[K[{'#' * filled}{'.' * (20 - filled)}] {line}"
-        print(line, end="" if sys.stdout.isatty() and not last else "\n", flush=True)
+        bar = f"[{'#' * (20 * self.global_step // self.budget):.<20.20}] " if sys.stdout.isatty() else ""
+        line = f"{bar}step {self.global_step}/{args.total_timesteps}  {steps / seconds:.0f} steps/s  return {mean}"
+        self.show(f"{line}  {left} left", passing=sys.stdout.isatty() and not last)
 
-    def _write_result(self, status, eval_returns):
-        git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        packages = [name for name in ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "cv2") if name in sys.modules]
-        result = {
-            "status": status,
-            "env_id": self.args.env_id,
-            "script": Path(__file__).stem,
-            "seed": self.args.seed,
-            "args": vars(self.args),
-            "global_step": self.global_step,
-            "iterations": self.iteration,
-            "mean_return_last_100": float(np.mean(self.recent_returns)) if self.recent_returns else None,
-            "eval_returns": eval_returns,
-            "wall_seconds": self.seconds + time.perf_counter() - self.started,
-            "steps_per_second": self.snapshot["global_step"] / max(self.training_seconds, 1e-9),
-            "versions": {"python": platform.python_version(), **{x: sys.modules[x].__version__ for x in packages}},
-            "commit": commit or None,
-            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
-        }
-        self._write(result, self.directory / "result.json")
-        return result
-
-    def finish(self, returns, lengths):
-        """Writes policy.pt and result.json after the last iteration and its evaluation; returns the result."""
-        if returns:
-            if self.iteration > self.last_evaluation:
-                self.log_evaluation(returns, lengths)
-            print(f"evaluation: mean return {np.mean(returns):.1f} of {len(returns)} episodes")
-        left_out = {name for name, part in self.parts.items() if not isinstance(part, nn.Module)} | {"rng"}
-        policy = {name: value for name, value in self.snapshot.items() if name not in left_out}
-        policy = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, policy)  # to load it anywhere
-        self._write(policy, self.directory / "policy.pt")
-        print(f"finished: {self.directory}")
-        return self._write_result("finished", returns)
-
-    def evaluated(self, returns, lengths):
-        """Writes eval.json beside the checkpoint that --total-timesteps 0 has evaluated; returns what it holds."""
-        mean = float(np.mean(returns))
-        result = {"returns": returns, "lengths": lengths, "mean": mean, "global_step": self.global_step}
-        print(f"evaluation: mean return {mean:.1f} of {len(returns)} episodes")
-        self._write(result, self.directory / "eval.json")
+    def finish(self, returns, lengths, status="finished"):
+        """Writes and returns what it all came to: result.json, or, of an evaluation alone, eval.json."""
+        args, name, mean = self.args, "eval.json", lambda values: float(np.mean(values)) if values else None
+        result = {"returns": returns, "lengths": lengths, "mean": mean(returns), "global_step": self.global_step}
+        if args.total_timesteps:
+            name, seconds = "result.json", time.time() - self.started
+            speed = self.snapshot["global_step"] / max(self.training_seconds, 1e-9)
+            modules = [x for x in ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "cv2") if x in sys.modules]
+            versions = {"python": platform.python_version()} | {x: sys.modules[x].__version__ for x in modules}
+            device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+            result = {"status": status, "env_id": args.env_id, "script": Path(__file__).stem, "seed": args.seed}
+            result |= {"args": vars(args), "run_dir": str(self.directory), "starts": self.starts}
+            result |= {"global_step": self.global_step, "iterations": self.iteration, "eval_returns": returns}
+            result |= {"mean_return_last_100": mean(self.recent_returns), "wall_seconds": seconds}
+            result |= {"steps_per_second": speed, "versions": versions, "device": device}
+        self._write(name, result)
+        print(f"{status}: {self.directory / name}")
         return result
 
     def __exit__(self, _, error, __):
-        if self.writer is not None:
-            if self.snapshot["iteration"] > self.saved_iteration:
-                self._save()
-            self.writer.close()
+        for signum in self.handlers:
+            signal.signal(signum, signal.SIG_IGN)  # what was reached is saved now; a signal must not cut that short
+        where = ""
+        if self.snapshot is not None:
+            saved, command = self.snapshot["iteration"], ["python", sys.argv[0], "--resume", str(self.directory)]
+            where = f"; go on with: {shlex.join(command)}" if saved else "; no iteration was finished"
+            try:
+                if saved:
+                    self._write("checkpoint.pt", self.snapshot)
+                self.writer.close()
+            except OSError as full:
+                error = error or full
         if self.lock is not None:
             os.close(self.lock)
         torch.set_num_threads(self.threads)
-        for signum, handler in self.handlers.items():  # only now: a signal must not cut the saving short
+        for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
-        where = f"go on with --resume {self.directory}" if self.saved_iteration else "no iteration was finished"
-        if error is not None and _signal_received is not None:
-            print(f"\nstopped by {signal.Signals(_signal_received).name}; {where}", file=sys.stderr)
-            raise SystemExit(128 + _signal_received) from None
-        if isinstance(error, EnvError):
-            raise SystemExit(f"{error}; {where}") from None
+        if error is not None and self.signum is not None:
+            print(f"\nstopped by {signal.Signals(self.signum).name}{where}", file=sys.stderr)
+            raise SystemExit(128 + self.signum) from None
+        if isinstance(error, (EnvError, ImportError, OSError)):
+            reason = error if isinstance(error, EnvError) else one_line(error)
+            raise SystemExit(f"{reason}{where}") from None
 
 
 if __name__ == "__main__":
-    train(parse_args(Args))
+    train(parse_args(Args()))

@@ -2,7 +2,7 @@
 
     python results/critic_saturation.py runs/CartPole-v1__ppo_value_first__*
 
-plays, for each run of `ppo_value_first.py` with a policy.pt, 10 greedy episodes, and prints the share of (state, unit)
+plays, for each run of `ppo_value_first.py` with a checkpoint, 10 greedy episodes, and prints the share of (state, unit)
 pairs with |tanh| > 0.99: units that hardly learn, their gradient being a fiftieth or less.
 """
 
@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo_value_first as ppo
 
 
-def saturation(policy_file):
+def saturation(checkpoint):
     """Of the run that wrote the file."""
-    saved = torch.load(policy_file, weights_only=True)
+    saved = torch.load(checkpoint, weights_only=True, map_location="cpu")
     args = ppo.Args(**saved["args"])
     env = ppo.make_env(args.env_id)
     agent = ppo.Agent(env.observation_space, env.action_space, args)
@@ -39,10 +39,10 @@ def saturation(policy_file):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories; those without a policy.pt are left out")
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories; those without a checkpoint are left out")
     for run in parser.parse_args().runs:
-        if (run / "policy.pt").exists():
-            print(f"{run.name}  {saturation(run / 'policy.pt'):.2f}")
+        if (run / "checkpoint.pt").exists():
+            print(f"{run.name}  {saturation(run / 'checkpoint.pt'):.2f}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,15 @@ def second_peak(density):
     return (torch.min(left, right) - density).amax(-1) / density.amax(-1)
 
 
+def mean(comb):
+    """The mean of each dimension's density, [..., act_dim]; a tooth's part of it is a hat, at both ends half of one."""
+    masses = comb.log_density.exp()
+    masses[..., [0, -1]] /= 2
+    masses /= masses.sum(-1, keepdim=True)
+    halves = (masses[..., 0] - masses[..., -1]) / 3  # whose centres are a third of a tooth inside
+    return comb.at((masses * torch.arange(comb.pieces + 1)).sum(-1) + halves)
+
+
 def play(agent, env, seed):
     """One episode with sampled actions: observations [steps, obs_dim], undiscounted return."""
     torch.manual_seed(seed)
@@ -39,7 +48,7 @@ def play(agent, env, seed):
     obs, _ = env.reset(seed=seed)
     while not done:
         observations.append(torch.as_tensor(obs, dtype=torch.float32))
-        action = agent.sample(agent.obs_norm(observations[-1])).numpy()
+        action = agent.policy(agent.obs_norm(observations[-1])).sample().numpy()
         obs, reward, terminated, truncated, _ = env.step(action)
         episodic_return, done = episodic_return + float(reward), terminated or truncated
     return torch.stack(observations), episodic_return
@@ -53,8 +62,8 @@ def draw(checkpoint, file, seed=1):
     agent = ppo.Agent(env.observation_space, env.action_space, args)
     agent.load_state_dict(checkpoint["model"])
     observations, episodic_return = play(agent, env, seed)
-    comb = agent.get_comb(agent.obs_norm(observations))
-    density, mode, mean = comb.log_density.exp(), comb.mode(), comb.mean()  # [steps, act_dim, teeth], [steps, act_dim]
+    comb = agent.policy(agent.obs_norm(observations))
+    density, mode, means = comb.log_density.exp(), comb.mode(), mean(comb)  # [steps, act_dim, teeth], [steps, act_dim]
     peaks = second_peak(density)  # [steps, act_dim]
     shares = (peaks > 0.2).float().mean(0)
     order = sorted(range(len(shares)), key=lambda i: (-shares[i].item(), -peaks[:, i].mean().item()))
@@ -75,7 +84,7 @@ def draw(checkpoint, file, seed=1):
         right.fill_between(teeth, density[step, i], color="C0", alpha=0.3)
         right.plot(teeth, density[step, i], ".-", color="C0", linewidth=1)
         right.axvline(mode[step, i].item(), color="C3", linewidth=1, label="mode")
-        right.axvline(mean[step, i].item(), color="black", linewidth=1, linestyle=":", label="mean")
+        right.axvline(means[step, i].item(), color="black", linewidth=1, linestyle=":", label="mean")
         right.set_ylim(bottom=0)
         right.set_title(f"density at step {step}", fontsize="small", loc="left")
     figure.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower right", ncols=2, fontsize="small")
@@ -90,7 +99,7 @@ def draw(checkpoint, file, seed=1):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="a run directory, checkpoint.pt or policy.pt of ppo_comb_dist.py")
+    parser.add_argument("run", help="a run directory of ppo_comb_dist.py, or its checkpoint.pt")
     parser.add_argument("file", help="the figure")
     parser.add_argument("--seed", type=int, default=1, help="of the episode")
     args = parser.parse_args()

@@ -1,16 +1,17 @@
-"""HumanoidBench as the flagship has it, for the other scripts: --env-id results.pose_tasks:h1-walk-pose-v0
-
-Its actions, and its end of episodes that earn nothing; here of those of an evaluation too, which costs them under 10.
+"""HumanoidBench for the other scripts: --env-id results.pose_tasks:h1-walk-v0 is its task as it is, and
+results.pose_tasks:h1-walk-pose-v0 as the flagship has it: its actions, and its end of episodes that earn nothing (here
+also of those of an evaluation, which costs them under 10).
 """
 
 import gymnasium as gym
 
-from ppo_interleaved_gru_beta import EndStalled, PoseActions
+from ppo_interleaved_gru_beta import EndStalled, PoseActions, import_humanoid_bench
+
+import_humanoid_bench()
 
 
 def make(task, render_mode=None):
-    env = gym.make(f"humanoid_bench.tasks:{task}", render_mode=render_mode, disable_env_checker=True)
-    return EndStalled(PoseActions(env), 20)
+    return EndStalled(PoseActions(gym.make(task, render_mode=render_mode, disable_env_checker=True)), 20)
 
 
 for task in ("h1-walk", "h1hand-walk"):

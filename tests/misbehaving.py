@@ -1,9 +1,9 @@
 """Small environments, healthy ones and ones that misbehave on purpose, each in one way.
 
-Importing this registers them: `--env-id misbehaving:Healthy-v0`, with this folder on PYTHONPATH. Most faults happen in
-the second environment of each process, after 45 of its steps: with 16 steps an iteration, in the third one. Where
-MISBEHAVING_LOG names a file, every environment writes a line "what pid time" there when it is made and when its fault
-happens.
+Importing this registers them, each also with three discrete actions: `--env-id misbehaving:Healthy-v0` and
+`misbehaving:DiscreteHealthy-v0`, with this folder on PYTHONPATH. Most faults happen in the second environment of each
+process, after 45 of its steps: with 16 steps an iteration, in the third one. Where MISBEHAVING_LOG names a file, every
+environment writes a line "what pid time" there when it is made and when its fault happens.
 """
 
 import multiprocessing
@@ -21,29 +21,33 @@ FAULT_STEP = 45
 class Misbehaving(gym.Env):
     """A point that chance and two actions (or one of three) push around; an episode ends where it is too far out."""
 
+    metadata = {"render_modes": ["rgb_array"]}
     made = 0
+    space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
 
-    def __init__(self, fault=None, bound=1.0, discrete=False, render_mode=None):
+    def __init__(self, fault=None, bound=1.0, discrete=False, space=None, actions=None, render_mode=None):
         self.faulty = Misbehaving.made % 2 == 1
         Misbehaving.made += 1
         self.fault, self.render_mode, self.steps = fault, render_mode, 0
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
-        self.action_space = gym.spaces.Box(-bound, bound, (2,), np.float32)
-        if fault == "byte observation":
-            self.observation_space = gym.spaces.Box(0, 255, (3,), np.uint8)
-        if fault == "dict observation":
-            self.observation_space = gym.spaces.Dict({"point": self.observation_space})
+        self.observation_space = self.space if space is None else space
+        self.action_space = gym.spaces.Box(-bound, bound, (2,), np.float32) if actions is None else actions
         if discrete:
             self.action_space = gym.spaces.Discrete(3)
-        if fault == "whole number actions":
-            self.action_space = gym.spaces.Box(-1, 1, (2,), np.int64)
-        if fault == "binary actions":
-            self.action_space = gym.spaces.MultiBinary(2)
         self.log("made")
         if fault == "hang in constructor" and multiprocessing.parent_process() is not None:
             time.sleep(120)
         if fault == "raise in constructor":
             raise RuntimeError("no such robot")
+        if fault == "child process" and multiprocessing.parent_process() is not None:
+            self.child = multiprocessing.Process(target=time.sleep, args=(600,))
+            self.child.start()
+
+    def close(self):
+        if self.fault == "raise in close":
+            raise RuntimeError("can't let go")
+        if hasattr(self, "child"):
+            self.child.terminate()
+            self.child.join()
 
     def log(self, what):
         if "MISBEHAVING_LOG" in os.environ:
@@ -63,13 +67,19 @@ class Misbehaving(gym.Env):
             raise RuntimeError("can't get up")
         # Every source of randomness that an environment may use.
         self.point = np.array([self.np_random.normal(), np.random.normal(), random.gauss(0, 1)])
-        self.point[2] += 0.1 * np.ravel(self.action_space.sample())[0]
+        if isinstance(self.action_space, gym.spaces.Box | gym.spaces.Discrete):
+            self.point[2] += 0.1 * np.ravel(self.action_space.sample())[0]
         return self.observation(), {}
 
     def observation(self):
-        if self.fault == "byte observation":
-            return (128 + 40 * self.point).clip(0, 255).astype(np.uint8)
-        return self.point.copy()
+        space, point = self.observation_space, self.point
+        if isinstance(space, gym.spaces.Dict):
+            return {"point": point.copy(), "where": (int(point[0] > 0), np.full((2, 2), point[1], np.float32))}
+        if isinstance(space, gym.spaces.Discrete):
+            return int(point[0] > 0)
+        if space.dtype == np.uint8:
+            point = (128 + 40 * point).clip(0, 255)
+        return np.resize(point, space.shape).astype(space.dtype)
 
     def step(self, action):
         assert self.action_space.contains(action), f"not a valid action: {action}"
@@ -101,24 +111,89 @@ class Misbehaving(gym.Env):
         return obs, reward, terminated, False, {}
 
 
-def register(name, fault=None, **kwargs):
-    gym.register(f"{name}-v0", "misbehaving:Misbehaving", max_episode_steps=20, kwargs={"fault": fault} | kwargs)
+class Bare(Misbehaving):
+    """Without a parameter render_mode."""
+
+    def __init__(self, discrete=False):
+        super().__init__(discrete=discrete)
+
+
+class Counting(Misbehaving):
+    """Every episode earns 1 in each of its seven steps, whatever its `info` claims."""
+
+    def __init__(self, info=None, **kwargs):
+        super().__init__(**kwargs)
+        self.info, self.kept = info, {}
+
+    def reset(self, **kwargs):
+        self.length = 0
+        return super().reset(**kwargs)[0], self.kept
+
+    def step(self, action):
+        self.length += 1
+        obs, *_ = super().step(action)
+        info = {"same": self.kept, "own": {"episode": {"r": 999.0, "l": 999, "t": 0.0}}, None: {}}[self.info]
+        return obs, 1.0, self.length == 7, False, info
+
+
+class Constant(gym.Env):
+    """Episodes of `length` steps which all give one reward, and from `when` on ("reset", "step", "end") one
+    observation; before that one that the space holds. For SubprocVecEnv alone: it ends where another step is asked for.
+    """
+
+    action_space = gym.spaces.Box(-1, 1, (2,))
+
+    def __init__(self, space, obs, when="reset", reward=1.0, length=3):
+        self.observation_space, self.obs, self.when, self.reward, self.length = space, obs, when, reward, length
+
+    def observation(self, now):
+        order = ["reset", "step", "end"]
+        held = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+        return self.obs if order.index(now) >= order.index(self.when) else held
+
+    def reset(self, **kwargs):
+        self.steps = 0
+        return self.observation("reset"), {}
+
+    def step(self, action):
+        self.steps += 1
+        done = self.steps == self.length
+        return self.observation("end" if done else "step"), self.reward, done, False, {}
+
+
+def counted_twice(**kwargs):
+    return gym.wrappers.RecordEpisodeStatistics(Counting(**kwargs))
+
+
+def register(name, fault=None, entry_point=Misbehaving, limit=20, **kwargs):
+    kwargs |= {"fault": fault} if fault else {}
+    for prefix, more in (("", {}), ("Discrete", {"discrete": True})):
+        gym.register(f"{prefix}{name}-v0", entry_point, max_episode_steps=limit, kwargs=kwargs | more)
 
 
 register("Healthy")
+register("Action")  # DiscreteAction is Healthy with other actions
 register("InfiniteBounds", bound=np.inf)
 register("EqualBounds", bound=0.0)
-register("DictObservation", "dict observation")
-register("ByteObservation", "byte observation")
-register("DiscreteByteObservation", "byte observation", discrete=True)
-register("DiscreteAction", discrete=True)
-register("BinaryActions", "binary actions")
-register("WholeNumberActions", "whole number actions")
+register("BinaryActions", actions=gym.spaces.MultiBinary(2))
+register("WholeNumberActions", actions=gym.spaces.Box(-1, 1, (2,), np.int64))
+# Bounds that are no float32: the nearest ones lie outside.
+register("DoubleActions", actions=gym.spaces.Box(np.array([-0.1, -np.pi]), np.array([0.1, np.pi]), dtype=np.float64))
+register("ByteObservation", space=gym.spaces.Box(0, 255, (3,), np.uint8))
+register("LongDoubleObservation", space=gym.spaces.Box(-np.inf, np.inf, (3,), np.longdouble))
+register("EmptyObservation", space=gym.spaces.Box(-1, 1, (0,)))
+register("MatrixObservation", space=gym.spaces.Box(-np.inf, np.inf, (2, 3)))
+register("DiscreteObservation", space=gym.spaces.Discrete(2))
+register("ImageObservation", space=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8))
+register("ListObservation", space=gym.spaces.Sequence(gym.spaces.Discrete(2)))
+where = gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (2, 2))])
+register("DictObservation", space=gym.spaces.Dict({"point": Misbehaving.space, "where": where}))
 register("RaiseInConstructor", "raise in constructor")
 register("RaiseInStep", "raise in step")
-register("DiscreteRaiseInStep", "raise in step", discrete=True)
 register("RaiseInReset", "raise in reset")
+register("RaiseInClose", "raise in close")
 register("KilledInStep", "killed in step")
+register("ChildProcess", "child process")
 register("ExitInStep", "exit in step")
 register("SlowStep", "slow step")
 register("HangInStep", "hang in step")
@@ -129,3 +204,8 @@ register("RewardNotFinite", "reward not finite")
 register("EnormousRewards", "enormous rewards")
 register("EnormousRewardsAtOnce", "enormous rewards at once")
 register("LargestRewards", "largest rewards")
+register("Bare", entry_point=Bare)
+register("Counting", entry_point=Counting)
+register("OneInfo", entry_point=Counting, info="same")
+register("OwnEpisodes", entry_point=Counting, info="own")
+register("CountedTwice", entry_point=counted_twice)

@@ -1,19 +1,18 @@
-"""The comb: its density, sampler, entropy and mean against quadrature and slow references; what training does."""
-
-from importlib import import_module
-from pathlib import Path
+"""The comb: its density, sampler and entropy against quadrature and slow references; what training does with it."""
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import comb as ppo
 
-import ppo_comb_dist as ppo
+from results import plot_comb
 
 OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (5,))
 ACTIONS = gym.spaces.Box(np.array([-0.4, 0.0], np.float32), np.array([0.4, 3.0], np.float32))
 LOW, HIGH = (torch.as_tensor(bound, dtype=torch.float64) for bound in (ACTIONS.low, ACTIONS.high))
 TEETH = 32
+EVERY = ("flat", "almost flat", "random", "two peaks", "steep", "cliff", "first tooth")
 
 
 def rows(*shapes, teeth=TEETH):
@@ -32,7 +31,10 @@ def rows(*shapes, teeth=TEETH):
     return torch.stack([torch.stack([logits[name], logits[name].flip(0)]) for name in shapes])
 
 
-EVERY = ("flat", "almost flat", "random", "two peaks", "steep", "cliff", "first tooth")
+def apart(logits, low=LOW, high=HIGH, **flags):
+    """A comb of one dimension for each of two: actions [..., 2, 1], results [..., 2] that are not summed."""
+    low, high = (x[:, None].type_as(logits) for x in (low, high))
+    return ppo.Comb(logits[..., None, :], low, high, **flags)
 
 
 def grid(points_a_piece, teeth=TEETH):
@@ -53,6 +55,13 @@ def slow_density(logits, actions):
         density = np.exp(logits[i, j].numpy())
         found[i, :, j] = np.interp(actions[0, :, j], teeth, density / np.trapezoid(density, teeth))
     return torch.tensor(found)
+
+
+def slow_entropy(logits, points_a_piece=1000):
+    """By quadrature: [n, 2, teeth] -> [n, 2]"""
+    actions, weights = grid(points_a_piece, logits.shape[-1])
+    density = slow_density(logits, actions)
+    return -(density * density.clamp(min=1e-300).log() * weights).sum(1)
 
 
 def slow_cdf(logits, x, as_coded=False):
@@ -84,26 +93,40 @@ def agent(**flags):
     return policy
 
 
+def train(directory, **flags):
+    sizes = {"num_envs": 2, "num_workers": 1, "num_minibatches": 4, "eval_episodes": 0, "cuda": False}
+    ppo.train(ppo.Args(env_id="Hopper-v5", run_dir=str(directory), **sizes, **flags))
+
+
 @pytest.mark.parametrize("teeth", [2, 3, TEETH])
 def test_density_is_the_interpolation_and_integrates_to_one(teeth):
     logits = rows(*EVERY, teeth=teeth)
-    comb = ppo.Comb(logits[:, None], LOW, HIGH)
+    comb = apart(logits[:, None])
     actions, weights = grid(4, teeth)
-    density = comb.log_prob(actions).exp()  # [7, points, 2]
+    density = comb.log_prob(actions[..., None]).exp()  # [7, points, 2]
     torch.testing.assert_close(density, slow_density(logits, actions), rtol=1e-9, atol=1e-13)
     torch.testing.assert_close((density * weights).sum(1), torch.ones(7, 2).double(), rtol=1e-12, atol=0)
     between = LOW + torch.rand(1, 1000, 2) * (HIGH - LOW)
     expected = slow_density(logits, between)
-    torch.testing.assert_close(comb.log_prob(between).exp(), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(comb.log_prob(between[..., None]).exp(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("as_coded", [False, True])
+def test_log_prob_and_entropy_are_sums_over_the_dimensions(as_coded):
+    logits, actions = rows(*EVERY), LOW + torch.rand(7, 2).double() * (HIGH - LOW)
+    comb, single = ppo.Comb(logits, LOW, HIGH, as_coded), apart(logits, as_coded=as_coded)
+    torch.testing.assert_close(comb.log_prob(actions), single.log_prob(actions[..., None]).sum(-1))
+    torch.testing.assert_close(comb.entropy(), single.entropy().sum(-1))
+    assert comb.sample().shape == comb.mode().shape == (7, 2)
 
 
 def test_flat_comb_is_the_uniform_density():
     comb = ppo.Comb(torch.full((4, 2, TEETH), 17.0), LOW.float(), HIGH.float())
-    actions = LOW + torch.rand(4, 2) * (HIGH - LOW)
+    actions = (LOW + torch.rand(4, 2) * (HIGH - LOW)).float()
     uniform = torch.distributions.Uniform(LOW.float(), HIGH.float())
-    torch.testing.assert_close(comb.log_prob(actions.float()), uniform.log_prob(actions.float()), rtol=0, atol=2e-6)
-    torch.testing.assert_close(comb.entropy(), uniform.entropy().expand(4, 2), rtol=0, atol=2e-6)
-    torch.testing.assert_close(comb.mean(), uniform.mean.expand(4, 2), rtol=0, atol=2e-6)
+    torch.testing.assert_close(comb.log_prob(actions), uniform.log_prob(actions).sum(-1), rtol=0, atol=4e-6)
+    torch.testing.assert_close(comb.entropy(), uniform.entropy().sum().expand(4), rtol=0, atol=4e-6)
+    torch.testing.assert_close(plot_comb.mean(comb), uniform.mean.expand(4, 2), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -132,8 +155,7 @@ def test_position_in_a_piece_inverts_its_quadratic_cdf(monkeypatch):
 
 def test_no_uniform_number_leads_out_of_the_bounds_or_into_a_piece_without_mass(monkeypatch):
     numbers = torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-24])  # torch.rand's least and largest among them
-    logits = torch.cat([rows(*EVERY).float(), 10 * rows("steep", "cliff", "first tooth").float()])
-    comb = ppo.Comb(logits, LOW.float(), HIGH.float())
+    comb = apart(torch.cat([rows(*EVERY).float(), 10 * rows("steep", "cliff", "first tooth").float()]))
     for u in numbers:
         for v in numbers:
             monkeypatch.setattr(torch, "rand_like", lambda x, u=u, v=v: torch.stack([u, v]).expand(x.shape))
@@ -147,73 +169,76 @@ def test_no_uniform_number_leads_out_of_the_bounds_or_into_a_piece_without_mass(
 @pytest.mark.parametrize("name", EVERY)
 def test_entropy_and_mean_equal_quadrature(name):
     logits = rows(name)
-    comb = ppo.Comb(logits, LOW, HIGH)
+    comb, single = apart(logits), apart(logits.float())
     actions, weights = grid(1000)
-    density = slow_density(logits, actions)
-    log_density = density.clamp(min=1e-300).log()
-    entropy = -(density * log_density * weights).sum(1)
-    torch.testing.assert_close(comb.entropy(), entropy, rtol=0, atol=1e-6)
-    torch.testing.assert_close(comb.mean(), (density * actions * weights).sum(1), rtol=0, atol=1e-9)
-    single = ppo.Comb(logits.float(), LOW.float(), HIGH.float())
+    torch.testing.assert_close(comb.entropy(), slow_entropy(logits), rtol=0, atol=1e-6)
     torch.testing.assert_close(single.entropy().double(), comb.entropy(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(single.mean().double(), comb.mean(), rtol=0, atol=1e-5)
+    mean = (slow_density(logits, actions) * actions * weights).sum(1)
+    comb, single = ppo.Comb(logits, LOW, HIGH), ppo.Comb(logits.float(), LOW.float(), HIGH.float())
+    torch.testing.assert_close(plot_comb.mean(comb), mean, rtol=0, atol=1e-9)
+    torch.testing.assert_close(plot_comb.mean(single).double(), mean, rtol=0, atol=1e-5)
 
 
 def test_integral_of_p_ln_p_has_two_forms():
     """h m (ln a + ln b + d coth d - 1) / 2 and h m (ln m + g(r)), the form with the slope r = (b - a) / (a + b)."""
     logits = rows("random", "two peaks", "almost flat")
-    comb = ppo.Comb(logits, LOW, HIGH)
-    p = comb.log_density.exp()
+    p = apart(logits).log_density.exp()[..., 0, :]
     m, r = (p[..., :-1] + p[..., 1:]) / 2, (p[..., 1:] - p[..., :-1]) / (p[..., :-1] + p[..., 1:])
     g = ((1 + r).square() * r.log1p() - (1 - r).square() * (-r).log1p()) / (4 * r) - 0.5
     g = torch.where(r.abs() < 0.2, r**2 / 6 + r**4 / 60 + r**6 / 210, g)
-    expected = -(comb.width[:, None] * m * (m.log() + g)).sum(-1)
-    torch.testing.assert_close(comb.entropy(), expected, rtol=0, atol=5e-9)
+    expected = -((HIGH - LOW)[:, None] / (TEETH - 1) * m * (m.log() + g)).sum(-1)
+    torch.testing.assert_close(apart(logits).entropy(), expected, rtol=0, atol=2e-8)  # d is 1e-3 or more
 
 
-def test_x_coth_and_its_derivative():
-    x = torch.tensor([0.0, 1e-8, 1e-3, 0.04999, 0.05001, 0.3, 5.0, 60.0, 1000.0], dtype=torch.float64)
-    x = torch.cat([-x, x]).requires_grad_()
-    y = ppo.x_coth(x)
-    (derivative,) = torch.autograd.grad(y.sum(), x)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        z = x.detach().numpy()
-        expected = np.where(z == 0, 1, z / np.tanh(z))
-        slope = np.where(abs(z) < 1e-2, 2 * z / 3 - 4 * z**3 / 45, 1 / np.tanh(z) - z / np.sinh(z) ** 2)
-    np.testing.assert_allclose(y.detach(), expected, rtol=1e-9)
-    np.testing.assert_allclose(derivative, slope, rtol=1e-6, atol=1e-7)
-    single = torch.tensor([0.0, 1e-4, 0.06, 20.0, 100.0], requires_grad=True)
-    (slope,) = torch.autograd.grad(ppo.x_coth(single).sum(), single)
-    torch.testing.assert_close(slope, torch.tensor([0.0, 6.6667e-5, 0.03999, 1.0, 1.0]), rtol=1e-3, atol=1e-6)
+@pytest.mark.parametrize("difference", [0.0, 1e-8, 1e-4, 9.9e-4, 1.01e-3, 0.04, 0.3, 5.0, 20.0, 60.0, 100.0])
+def test_entropy_of_one_piece_and_its_slope(difference):
+    """Of densities 1 : e^d, where its closed form is 0 / 0 (d = 0) and far from there, in single precision too."""
+
+    def found(logits):
+        comb = apart(logits)
+        return comb.entropy().detach().double(), torch.autograd.grad(comb.entropy().sum(), logits)[0].double()
+
+    for sign in (1, -1):
+        logits, step = torch.tensor([[[0.0, sign * difference]] * 2], dtype=torch.float64), 1e-4
+        entropy, slope = found(logits.clone().requires_grad_())
+        torch.testing.assert_close(entropy, slow_entropy(logits, 20_000), rtol=0, atol=1e-6)
+        moved = torch.tensor([0.0, step], dtype=torch.float64)
+        expected = (slow_entropy(logits + moved, 20_000) - slow_entropy(logits - moved, 20_000)) / (2 * step)
+        torch.testing.assert_close(slope[..., 1], expected, rtol=0, atol=4e-4)  # next to 0 it is a constant's, 0
+        if abs(difference) > 2e-3:
+            torch.testing.assert_close(slope[..., 1], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(slope[..., 0], -slope[..., 1])  # one constant on all teeth changes nothing
+        single, single_slope = found(logits.float().requires_grad_())
+        torch.testing.assert_close(single, entropy, rtol=0, atol=1e-5)
+        torch.testing.assert_close(single_slope, slope, rtol=0, atol=4e-4)
 
 
-@pytest.mark.parametrize("comb", [ppo.Comb, ppo.CombAsCoded])
+@pytest.mark.parametrize("as_coded", [False, True])
 @pytest.mark.parametrize("name", ["flat", "almost flat", "random", "two peaks"])
-def test_gradients(comb, name):
+def test_gradients(as_coded, name):
     logits = rows(name, teeth=6).requires_grad_()
     actions = torch.tensor([[[0.0, 1.0], [0.2, 0.4], [0.21, 0.999], [0.5, 0.77]]]).double()
-    actions = LOW + actions * (HIGH - LOW)
-    assert torch.autograd.gradcheck(lambda x: comb(x[:, None], LOW, HIGH).log_prob(actions), logits)
-    assert torch.autograd.gradcheck(lambda x: comb(x, LOW, HIGH).entropy(), logits)
+    actions = (LOW + actions * (HIGH - LOW))[..., None]
+    assert torch.autograd.gradcheck(lambda x: apart(x[:, None], as_coded=as_coded).log_prob(actions), logits)
+    assert torch.autograd.gradcheck(lambda x: apart(x, as_coded=as_coded).entropy(), logits)
 
 
-@pytest.mark.parametrize("comb", [ppo.Comb, ppo.CombAsCoded])
-def test_steep_logits_give_finite_values_and_gradients_in_single_precision(comb):
+@pytest.mark.parametrize("as_coded", [False, True])
+def test_steep_logits_give_finite_values_and_gradients_in_single_precision(as_coded):
     low, high = LOW.float(), HIGH.float()
     x = torch.cat([grid(2)[0][0], LOW + torch.rand(500, 2) * (HIGH - LOW)]).float()
-    x = torch.cat([x, x.nextafter(high), x.nextafter(low)])[:, None]  # [points, 1, 2]
+    x = torch.cat([x, x.nextafter(high), x.nextafter(low)])[:, None, :, None]  # [points, 1, 2, 1]
     logits = rows(*EVERY).float()[None]
     for scale in (1, 10):  # up to 30, and far beyond
         leaf = (scale * logits).requires_grad_()
-        log_prob = comb(leaf, low, high).log_prob(x)
-        (gradient,) = torch.autograd.grad(log_prob.sum(0).sum(), leaf)
-        (entropy_gradient,) = torch.autograd.grad(comb(leaf, low, high).entropy().sum(), leaf)
-        for tensor in (log_prob, gradient, entropy_gradient, comb(leaf, low, high).entropy()):
+        log_prob, entropy = apart(leaf, as_coded=as_coded).log_prob(x), apart(leaf, as_coded=as_coded).entropy()
+        (gradient,), (entropy_gradient,) = (torch.autograd.grad(y.sum(), leaf) for y in (log_prob, entropy))
+        for tensor in (log_prob, gradient, entropy_gradient, entropy):
             assert tensor.isfinite().all()
         assert gradient.abs().max() <= 2 * len(x)
     # And they are what double precision gives, but for an action's rounding where the density leaves a tooth near 0.
-    double = comb(logits.double(), low.double(), high.double())
-    error = (comb(logits, low, high).log_prob(x) - double.log_prob(x.double())).abs()  # [points, 7, 2]
+    single, double = (apart(y, as_coded=as_coded) for y in (logits, logits.double()))
+    error = (single.log_prob(x) - double.log_prob(x.double())).abs()  # [points, 7, 2]
     for name, largest in zip(EVERY, (1e-6, 2e-6, 1e-3, 5e-3)):
         assert error[:, EVERY.index(name)].max() < largest
 
@@ -223,25 +248,25 @@ def test_bounds_are_reachable():
     ends = ppo.Comb(rows("first tooth", "cliff").float(), low, high)
     assert torch.equal(ends.mode()[0], torch.stack([low[0], high[1]]))  # exactly
     for x, tooth in ((low, 0), (high, -1)):
-        torch.testing.assert_close(ends.log_prob(x.expand(2, 2)), ends.log_density[..., tooth])
+        torch.testing.assert_close(ends.log_prob(x.expand(2, 2)), ends.log_density[..., tooth].sum(-1))
     torch.manual_seed(0)
     samples = ppo.Comb(rows("first tooth")[0].float().expand(50_000, 2, TEETH), low, high).sample()
     assert (samples[:, 0] - low[0]).min() / (high - low)[0] < 1e-6
     assert (high[1] - samples[:, 1]).min() / (high - low)[1] < 1e-6
     assert torch.equal(ends.at(torch.tensor([-1e-6, 31.0001])), torch.stack([low[0], high[1]]))  # as rounding may give
-    many = ppo.Comb(torch.randn(1000, TEETH), -10 * torch.rand(1000), 10 * torch.rand(1000))
+    many = ppo.Comb(torch.randn(1000, 1, TEETH), -10 * torch.rand(1000, 1), 10 * torch.rand(1000, 1))
     assert ((many.high - many.low) / many.width > TEETH - 1).any()  # so it does here
-    torch.testing.assert_close(many.log_prob(many.high), many.log_density[:, -1], rtol=0, atol=1e-3)
+    torch.testing.assert_close(many.log_prob(many.high), many.log_density[:, 0, -1], rtol=0, atol=1e-3)
 
 
 def test_greedy_action_is_the_mode_and_not_the_mean_between_two_peaks():
-    comb = ppo.Comb(rows("two peaks")[:, None], LOW, HIGH)
-    assert (comb.log_prob(comb.mean()) < comb.log_prob(comb.mode()) - 5).all()
-    actions, _ = grid(10)
-    assert (comb.log_prob(comb.mode()) >= comb.log_prob(actions).amax(-2)).all()
+    logits = rows("two peaks")
+    comb, mode = apart(logits), apart(logits).mode()
+    mean = plot_comb.mean(ppo.Comb(logits, LOW, HIGH))[..., None]
+    assert (comb.log_prob(mean) < comb.log_prob(mode) - 5).all()
+    assert (comb.log_prob(mode) >= apart(logits[:, None]).log_prob(grid(10)[0][..., None]).amax(-2)).all()
     policy, obs = agent(), torch.randn(7, 5)
-    expected = policy.get_comb(obs.clamp(-10, 10))
-    best = expected.log_density.argmax(-1) / (TEETH - 1)
+    best = policy.policy(obs.clamp(-10, 10)).log_density.argmax(-1) / (TEETH - 1)
     torch.testing.assert_close(policy.act(obs), policy.low + best * (policy.high - policy.low))
     torch.testing.assert_close(policy.act(obs)[3], policy.act(obs[3]))
 
@@ -249,19 +274,18 @@ def test_greedy_action_is_the_mode_and_not_the_mean_between_two_peaks():
 def test_as_coded_draws_one_density_and_scores_another():
     torch.manual_seed(1)
     logits = rows("random")[0]
-    comb = ppo.CombAsCoded(logits.expand(50_000, 2, TEETH), LOW, HIGH)
-    samples = comb.sample()
+    samples = ppo.Comb(logits.expand(50_000, 2, TEETH), LOW, HIGH, as_coded=True).sample()
     for j in range(2):
         x = ((samples[:, j] - LOW[j]) / (HIGH[j] - LOW[j])).numpy()
         assert kolmogorov_smirnov(slow_cdf(logits[j].numpy(), x, as_coded=True)) < 1.95
         assert kolmogorov_smirnov(slow_cdf(logits[j].numpy(), x)) > 10
-    p = logits.softmax(-1)
+    p, comb = logits.softmax(-1), apart(logits, as_coded=True)
     x = torch.tensor([3.25, 30.5]) / 31 * (HIGH - LOW) + LOW
     expected = torch.stack([0.75 * p[0, 3] + 0.25 * p[0, 4], 0.5 * p[1, 30] + 0.5 * p[1, 31]]).log()
-    torch.testing.assert_close(ppo.CombAsCoded(logits, LOW, HIGH).log_prob(x), expected)
-    torch.testing.assert_close(comb.entropy()[0], torch.distributions.Categorical(probs=p).entropy())
+    torch.testing.assert_close(comb.log_prob(x[:, None]), expected)
+    torch.testing.assert_close(comb.entropy(), torch.distributions.Categorical(probs=p).entropy())
     # its flat comb is not uniform: the last piece is drawn twice as often, and the mean on [-1, 1] is 0.03
-    flat = ppo.CombAsCoded(torch.zeros(100_000, 1, TEETH), -torch.ones(1), torch.ones(1)).sample()
+    flat = ppo.Comb(torch.zeros(100_000, 1, TEETH), -torch.ones(1), torch.ones(1), as_coded=True).sample()
     assert (flat > 1 - 2 / 31).float().mean() == pytest.approx(2 / 32, abs=3e-3)
     assert flat.mean() == pytest.approx(15.96875 / 31 * 2 - 1, abs=6e-3)
 
@@ -269,11 +293,7 @@ def test_as_coded_draws_one_density_and_scores_another():
 @pytest.mark.parametrize("flags", [{}, {"density": "as-coded"}, {"num_teeth": 2, "ent_coef": 0.01}], ids=str)
 def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
     ratios = record_ratios(ppo)
-    args = ppo.Args(
-        env_id="Hopper-v5", total_timesteps=512, num_envs=2, num_steps=128, num_minibatches=4, update_epochs=2,
-        num_workers=1, eval_episodes=0, cuda=False, learning_rate=1e-3, run_dir=str(tmp_path / "run"), **flags,
-    )  # fmt: skip
-    ppo.train(args)
+    train(tmp_path / "run", total_timesteps=512, num_steps=128, update_epochs=2, learning_rate=1e-3, **flags)
     assert len(ratios) == 16
     for first in (ratios[0], ratios[8]):  # the second iteration has observation statistics
         torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
@@ -281,12 +301,13 @@ def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_pat
 
 
 def test_actions_that_are_scored_are_those_that_were_sent(monkeypatch, tmp_path):
-    sent, scored = [], []
-    step, update = ppo.SubprocVecEnv.step, ppo.update
+    sent, scored, step, update = [], [], ppo.SubprocVecEnv.step, ppo.update
 
     def spy_step(envs, actions):
-        sent.append(actions.copy())
-        return step(envs, actions)
+        result = step(envs, actions)
+        assert np.array_equal(envs.actions, actions)  # nothing was clipped
+        sent.append(envs.actions.copy())
+        return result
 
     def spy_update(agent, optimizer, gradient, args, batch):
         scored.append(batch[1].numpy().copy())
@@ -294,50 +315,46 @@ def test_actions_that_are_scored_are_those_that_were_sent(monkeypatch, tmp_path)
 
     monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
     monkeypatch.setattr(ppo, "update", spy_update)
-    args = ppo.Args(
-        env_id="Hopper-v5", total_timesteps=128, num_envs=2, num_steps=64, num_minibatches=4, update_epochs=1,
-        num_workers=1, eval_episodes=0, cuda=False, run_dir=str(tmp_path / "run"),
-    )  # fmt: skip
-    ppo.train(args)
+    train(tmp_path / "run", total_timesteps=128, num_steps=64, update_epochs=1)
     np.testing.assert_array_equal(np.concatenate(sent), scored[0])
 
 
 def test_entropy_bonus_flattens_the_densities_and_is_left_out_at_zero():
     policy = agent()
     obs, actions = torch.randn(16, 5), LOW.float().expand(16, 2)
-    rest = (torch.zeros(16), *torch.zeros(3, 16))
     for ent_coef in (0.0, 1.0):
         policy.zero_grad()
         args = ppo.Args(ent_coef=ent_coef, max_grad_norm=1e9)
-        _, losses = ppo.minibatch_gradient(policy, args, obs, actions, *rest)
-        torch.testing.assert_close(losses[2], policy.get_comb(obs).entropy().sum(-1).mean().detach())
+        _, losses = ppo.minibatch_gradient(policy, args, obs, actions, torch.zeros(16), *torch.zeros(3, 16))
+        torch.testing.assert_close(losses["losses/entropy"], policy.policy(obs).entropy().mean().detach())
         gradient = policy.actor[-1].weight.grad
-        if ent_coef == 0:
-            assert gradient.abs().max() == 0
-    before = policy.get_comb(obs).entropy().mean()
+        assert (gradient.abs().max() == 0) == (ent_coef == 0)
+    before = policy.policy(obs).entropy().mean()
     with torch.no_grad():
         policy.actor[-1].weight -= 0.01 * gradient
-    assert policy.get_comb(obs).entropy().mean() > before
+    assert policy.policy(obs).entropy().mean() > before
 
 
 def test_networks_start_with_flat_densities():
     torch.manual_seed(0)
     policy = ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(num_teeth=7))
     assert policy.actor[-1].weight.shape == (14, 64)
-    comb = policy.get_comb(torch.randn(100, 5))
+    comb = policy.policy(torch.randn(100, 5))
     uniform = (policy.high - policy.low).log()
     torch.testing.assert_close(comb.log_density, -uniform[:, None].expand(100, 2, 7), rtol=0, atol=0.1)
-    torch.testing.assert_close(comb.entropy(), uniform.expand(100, 2), rtol=0, atol=1e-3)
+    torch.testing.assert_close(comb.entropy(), uniform.sum().expand(100), rtol=0, atol=2e-3)
 
 
 def test_density_flag_chooses():
-    assert type(agent().get_comb(torch.randn(5))) is ppo.Comb
-    assert type(agent(density="as-coded").get_comb(torch.randn(5))) is ppo.CombAsCoded
+    for density, masses in (("linear", "trapezoid"), ("as-coded", "sum")):
+        comb = agent(density=density).policy(torch.randn(5))
+        p = comb.log_density.exp()
+        total = p.sum(-1) if masses == "sum" else torch.trapezoid(p, dim=-1) * comb.width
+        assert comb.as_coded == (density == "as-coded")
+        torch.testing.assert_close(total, torch.ones(2))
 
 
-def test_picture_puts_two_peaks_first(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(Path(ppo.__file__).parent / "results")
-    plot_comb = import_module("plot_comb")
+def test_picture_puts_two_peaks_first(tmp_path):
     density = ppo.Comb(rows("flat", "cliff", "first tooth", "two peaks"), LOW, HIGH).log_density.exp()
     found = plot_comb.second_peak(density)
     torch.testing.assert_close(found, torch.tensor([[0.0, 0.0]] * 3 + [[1.0, 1.0]]).double(), rtol=0, atol=0.05)
@@ -354,11 +371,13 @@ def test_picture_puts_two_peaks_first(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("density", ["linear", "as-coded"])
-def test_compiled_gradient_is_the_eager_one(density):
-    gradients, args = [], ppo.Args(density=density, ent_coef=0.01)
+@pytest.mark.parametrize("ent_coef", [0.0, 0.01])
+def test_compiled_gradient_is_the_eager_one(density, ent_coef):
+    gradients, args = [], ppo.Args(density=density, ent_coef=ent_coef)
     for function in (ppo.minibatch_gradient, ppo.compile_function(ppo.minibatch_gradient, torch.device("cpu"))):
         policy = agent(density=density)
         obs = torch.randn(16, 5)
-        function(policy, args, obs, policy.sample(obs).detach(), torch.zeros(16) - 1, *torch.randn(3, 16))
+        actions = policy.policy(obs).sample().detach()
+        function(policy, args, obs, actions, torch.zeros(16) - 1, *torch.randn(3, 16))
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)

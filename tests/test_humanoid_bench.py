@@ -9,6 +9,7 @@ import pytest
 from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
 import ppo_interleaved_gru_beta as ppo
+import ppo_mlp_gaussian as base
 
 pytest.importorskip("humanoid_bench")
 IDS = ["h1hand-walk-v0", "h1hand-sit_hard-v0", "h1hand-bookshelf_simple-v0", "h1hand-truck-v0", "h1-walk-v0"]
@@ -86,6 +87,7 @@ def test_a_worker_can_hold_more_environments_than_files_may_usually_be_open():
 def test_training_processes_can_make_many_environments_one_after_another():
     """One for each evaluation, and a closed one keeps its files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ppo.import_humanoid_bench.cache_clear()  # it raises the limit once in a process
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
         for _ in range(5):
@@ -110,3 +112,26 @@ def test_the_same_seed_places_the_same_objects():
 def test_a_task_without_a_model_is_one_line():
     with pytest.raises(SystemExit, match="--env-id h1-bookshelf_hard-v0"):
         ppo.make_env("h1-bookshelf_hard-v0")
+
+
+@pytest.mark.parametrize("name", ["h1-walk", "h1hand-walk"])
+def test_other_scripts_have_its_tasks_as_they_are_or_as_the_flagship_has_them(name):
+    ours, plain = ppo.make_env(f"{name}-v0", stall_steps=20), base.make_env(f"results.pose_tasks:{name}-v0")
+    pose = base.make_env(f"results.pose_tasks:{name}-pose-v0")
+    assert plain.unwrapped.render_mode is None and pose.unwrapped.render_mode is None  # no GL context
+    observations = []
+    for env in (ours, pose, plain):
+        env.reset(seed=1)
+        observations.append([env.step(np.full(env.action_space.shape, 0.1, np.float32))[0] for _ in range(3)])
+    assert np.array_equal(observations[0], observations[1]) and not np.array_equal(observations[0], observations[2])
+    wrappers = [str(env) for env in (ours, pose, plain)]
+    assert [("EndStalled" in x, "PoseActions" in x) for x in wrappers] == [(True, True), (True, True), (False, False)]
+
+
+def test_the_base_trains_on_it(tmp_path, capfd):
+    """In a process of its own, which imports the module and nothing else."""
+    args = base.Args(
+        env_id="results.pose_tasks:h1-walk-pose-v0", total_timesteps=64, num_envs=2, num_steps=16, num_minibatches=2,
+        update_epochs=1, num_workers=1, eval_episodes=0, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    assert base.train(args)["status"] == "finished" and len(capfd.readouterr().out.splitlines()) == 4

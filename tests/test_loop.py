@@ -5,6 +5,7 @@ and then computed again, step by step, with statistics and memories of this file
 """
 
 import copy
+import inspect
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -93,39 +94,26 @@ def make_args(name, script, flags, iterations=3, **more):
         flags |= dict(hidden_size=16, init_std=0.3)
     flags |= dict(env_id=f"test_loop:Lopsided{actions}-v0", num_envs=ENVS, total_timesteps=iterations * size)
     flags |= dict(update_epochs=2, learning_rate=3e-3, num_workers=1, eval_episodes=0, cuda=False)
-    return script.Args(**getattr(script.Args, "presets", {}).get(flags.get("preset"), {}) | flags | more)
+    return script.Args(**getattr(script, "PRESETS", {}).get(flags.get("preset"), {}) | flags | more)
 
 
 def is_post(args):
     return getattr(args, "preset", None) == "post"
 
 
-def watch_draws(patch, name, script, run, record):
+def parameters(policy):
+    """Of a distribution, whatever its class."""
+    if hasattr(policy, "beta"):
+        return [policy.beta.concentration1, policy.beta.concentration0]
+    return [getattr(policy, name) for name in ("mean", "log_std", "log_density", "log_probs") if hasattr(policy, name)]
+
+
+def watch_draws(patch, script, record):
     """Has record(parameters, actions, log_probs) called at each draw: of the distribution drawn from, on the spot."""
-
-    def after(actions, self, *inputs):
-        if name == FLAGSHIP:
-            actions, parameters = script.inside(actions), (self.concentration1, self.concentration0)
-            record(parameters, actions, run.agent.log_prob(*parameters, actions))
-        elif name == COMB:
-            record((self.log_density,), actions, self.log_prob(actions).sum(-1))
-        elif name == RECURRENT:  # of logits
-            record((inputs[0].log_softmax(-1),), actions, self.log_prob(inputs[0], actions))
-        else:
-            parameters = feed_forward(self, inputs[0])[0]
-            record(parameters, actions, self.log_prob(parameters[0], actions))
-
-    owner = {FLAGSHIP: torch.distributions.Beta, COMB: getattr(script, "Comb", None)}.get(name, script.Agent)
-    watch(patch, owner, "sample", after)
-
-
-def feed_forward(agent, obs):
-    """Normalised observations -> the policy's parameters, values."""
-    if hasattr(agent, "comb"):
-        return (agent.get_comb(obs).log_density,), agent.get_value(obs)
-    if hasattr(agent, "get_policy"):
-        return (agent.get_policy(obs), *([] if agent.discrete else [agent.actor.log_std])), agent.get_value(obs)
-    return (agent.get_mean(obs), agent.log_std), agent.get_value(obs)
+    for name in ("Gaussian", "Comb", "Beta", "Categorical"):
+        if hasattr(script, name):
+            after = lambda actions, self, *_: record(parameters(self), actions, self.log_prob(actions))  # noqa: E731
+            watch(patch, getattr(script, name), "sample", after)
 
 
 class Memory:
@@ -144,17 +132,18 @@ class Memory:
         """-> the policy's parameters and the values at obs [num_envs, obs_dim]"""
         if hasattr(agent, "rnn"):
             outputs, self.next_state = agent.rnn(agent.encoder(normalise(obs))[None], self.state)
-            return (agent.actor(outputs[0]).log_softmax(-1),), agent.critic(outputs[0]).squeeze(-1)
-        if not hasattr(agent, "window"):
-            return feed_forward(agent, normalise(obs))
-        states, actions = torch.zeros(ENVS, agent.window, 3), torch.zeros(ENVS, agent.window - 1, 2)
-        pasts = [past[max(0, len(past) - agent.window + 1) :] for past in self.past]
+            return parameters(agent.policy(outputs[0])), agent.value(outputs[0])
+        if not hasattr(agent, "read"):
+            return parameters(agent.policy(normalise(obs))), agent.value(normalise(obs))
+        window = agent.args.window
+        states, actions = torch.zeros(ENVS, window, 3), torch.zeros(ENVS, window, 2)
+        pasts = [past[max(0, len(past) - window + 1) :] for past in self.past]
         for i, past in enumerate(pasts):
             states[i, : len(past) + 1] = normalise(np.stack([state for state, _ in past] + [obs[i]]))
             for j, (_, action) in enumerate(past):
                 actions[i, j] = action
-        alpha, beta, values, _ = agent(states, actions, torch.tensor([len(past) for past in pasts]))
-        return (alpha, beta), values
+        output, _, current = agent.read(states, actions, torch.tensor([len(past) for past in pasts]))
+        return parameters(agent.policy(output)), agent.value(output, current)
 
     def remember(self, agent, normalise, obs, actions):
         for past, *step in zip(self.past, obs, actions):
@@ -172,22 +161,20 @@ def normalised(args, obs, mean, var):
     return torch.tensor(obs, dtype=torch.float32)
 
 
-def for_environment(name, args, space, actions):
+def for_environment(args, space, actions):
     """What the environment shall get for the actions that were drawn."""
     if isinstance(space, gym.spaces.Discrete):
         return actions + space.start
-    if name == FLAGSHIP:
-        return space.low + actions * (space.high - space.low)
     if getattr(args, "scale_actions", False):
         return space.low + (actions.clip(-1, 1) + 1) / 2 * (space.high - space.low)
     return actions.clip(space.low, space.high)
 
 
-def trained_on(outputs, *inputs):
+def trained_on(function, outputs, *inputs):
     """What minibatch_gradient gave and got."""
-    log_probs, _, advantages, returns = (x.clone() for x in inputs[-4:])
-    found = dict(log_ratio=outputs[-2], log_probs=log_probs, advantages=advantages, returns=returns)
-    return SimpleNamespace(phase="value" if inputs[0] == "value" else "policy", **found)
+    got = inspect.signature(function).bind(*inputs).arguments
+    found = {name: got[name].clone().flatten() for name in ("log_probs", "advantages", "returns")}
+    return SimpleNamespace(phase=got.get("phase", "policy"), log_ratio=outputs[0].clone().flatten(), **found)
 
 
 # The recording
@@ -244,8 +231,10 @@ def record(name, flags, patch, run_dir):
     watch(patch, script.SubprocVecEnv, "reset", after_reset)
     watch(patch, script.SubprocVecEnv, "step", after_step)
     watch(patch, script, "compute_gae", after_gae)
-    watch(patch, script, "minibatch_gradient", lambda *call: run.rollouts[-1].minibatches.append(trained_on(*call)))
-    watch_draws(patch, name, script, run, after_draw)
+    gradient = script.minibatch_gradient
+    after_minibatch = lambda *call: run.rollouts[-1].minibatches.append(trained_on(gradient, *call))  # noqa: E731
+    watch(patch, script, "minibatch_gradient", after_minibatch)
+    watch_draws(patch, script, after_draw)
     script.train(args)
     run.statistics.append(statistics())
     return run
@@ -326,7 +315,7 @@ def test_actions_are_drawn_from_the_policy_at_the_normalised_observations(run):
             ((parameters, actions, _),) = step.draws
             for x, y in zip(parameters, expected, strict=True):
                 close(x, y)
-            close(step.sent, for_environment(run.name, run.args, run.space, actions.numpy()), 1e-6, 1e-6)
+            close(step.sent, for_environment(run.args, run.space, actions.numpy()), 1e-6, 1e-6)
 
 
 def test_values_are_of_what_was_seen_and_of_what_followed(run):
@@ -367,7 +356,7 @@ def test_the_first_minibatch_has_the_log_probs_of_the_draws(run):
         targets = rollout.gae[1 if is_post(run.args) else 0]  # the post's have a lambda of 1
         returns = (targets.advantages + targets.values)[rollout.active]
         for phase, call in ("value", rollout.gae[0]), ("policy", rollout.gae[-1 if value_first else 0]):
-            minibatches = [minibatch for minibatch in rollout.minibatches if minibatch.phase == phase]
+            minibatches = [minibatch for minibatch in rollout.minibatches if minibatch.phase in (phase, "joint")]
             advantages, order = call.advantages[rollout.active].sort()
             for minibatch in minibatches:  # which step a row is shows in its advantage
                 place = torch.searchsorted(advantages, minibatch.advantages).clamp(max=len(order) - 1)
@@ -407,7 +396,7 @@ def test_compiled_training_gives_what_eager_training_gives(name, monkeypatch, tm
 
 def stub_robot(control, render_mode=None):
     """What PoseActions reads of a robot of HumanoidBench's. It stands at 0.2, 1.5, -0.4, until a reset changes that."""
-    robot = gym.Env()
+    robot = type("Robot", (gym.Env,), {"__module__": "humanoid_bench.stub"})()
     robot.observation_space = robot.action_space = gym.spaces.Box(-1, 1, (3,))
     robot.action_low, robot.action_high = np.array([-1, 0, -0.5]), np.array([1, 2, 0.5])
     robot.model, robot.keyframe = SimpleNamespace(key_qpos={"stand": np.array([0.6, 1.25, 0.3])}), "stand"

@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -35,38 +36,30 @@ def observations(space, num_steps, num_envs):
 def random_first(num_steps, num_envs, rate=0.2):
     first = np.random.default_rng(0).random((num_steps, num_envs)) < rate
     first[0, 0], first[0, 1] = True, False  # one environment has just been reset, another goes on
-    return first
+    return torch.as_tensor(first)
+
+
+def random_state(policy, num_envs):
+    return torch.randn(policy.initial_state(num_envs).shape)
 
 
 def slow_outputs(policy, obs, first, state):
     """The RNN's outputs [num_steps, num_envs, 128] and the last state: one call for each step and environment."""
-    outputs = []
-    state = [state[:, [env]] for env in range(obs.shape[1])]
+    outputs, state = [], list(state)
     for t in range(len(obs)):
         for env in range(obs.shape[1]):
-            if first[t, env]:
-                state[env] = torch.zeros_like(state[env])
-            features = policy.encode(obs[t, env][None])[None]  # [1, 1, features]
-            if isinstance(policy.rnn, torch.nn.LSTM):
-                output, (h, c) = policy.rnn(features, (state[env][:1], state[env][1:]))
-                state[env] = torch.cat([h, c])
-            else:
-                output, state[env] = policy.rnn(features, state[env])
+            h_and_c = (state[env] * ~first[t, env]).view(-1, 1, 1, 128)
+            features = policy.encode(obs[t, env][None])[None]  # [1, 1, num_features]
+            lstm = isinstance(policy.rnn, torch.nn.LSTM)
+            output, after = policy.rnn(features, tuple(h_and_c) if lstm else h_and_c[0])
+            state[env] = torch.cat(after if lstm else (after,), -1)[0, 0]
             outputs.append(output[0, 0])
-    return torch.stack(outputs).unflatten(0, obs.shape[:2]), torch.cat(state, 1)
+    return torch.stack(outputs).unflatten(0, obs.shape[:2]), torch.stack(state)
 
 
-def split(first, envs, state):
-    """What `update` makes of a rollout for one minibatch: -> rows, and longest, state, places for the gradient."""
-    rows, places, longest, states = ppo.split_sequences(first, envs)
-    state = torch.cat([state, torch.zeros_like(state[:, :1])], 1)[:, states]
-    return rows, (longest, state, torch.as_tensor(places))
-
-
-def fused_outputs(policy, obs, first, state, envs):
-    """-> rows, and the RNN's outputs in their order."""
-    rows, (longest, state, places) = split(first, envs, state)
-    return rows, policy.unroll(policy.encode(obs.flatten(0, 1)[rows]), places, longest, state)
+def fused_outputs(policy, obs, first, state):
+    """The same outputs by one call."""
+    return policy.unroll(policy.encode(obs.transpose(0, 1)), first.T, state).transpose(0, 1)
 
 
 # Sequences
@@ -74,22 +67,24 @@ def fused_outputs(policy, obs, first, state, envs):
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 1.0])
 def test_sequences_are_whole_episodes_and_every_step_is_in_one(rate):
-    num_steps, num_envs = 12, 5
-    first = random_first(num_steps, num_envs, rate)
-    for envs in (np.array([3]), np.array([4, 0, 2]), np.arange(5)):
-        rows, places, longest, states = ppo.split_sequences(first, envs)
-        assert sorted(rows) == sorted(t * num_envs + env for t in range(num_steps) for env in envs)
-        assert len(set(places)) == len(places)
-        grid = np.full((longest, len(states)), -1)
-        grid.ravel()[places] = rows
-        assert (grid >= 0).any(1).all()  # no longer than the longest
-        for sequence, start_env in zip(grid.T, states):
-            length = (sequence >= 0).sum()
-            t, env = divmod(sequence[0], num_envs)
-            assert sequence[:length].tolist() == [(t + k) * num_envs + env for k in range(length)]
-            assert start_env == (num_envs if first[t, env] else env) and (first[t, env] or t == 0)
-            assert not first[t + 1 : t + length, env].any()  # it ends where the next episode begins
-            assert t + length == num_steps or first[t + length, env]
+    first = random_first(12, 5, rate).T  # [num_envs, num_steps]
+    places, starts, longest = ppo.split_sequences(first)
+    table = torch.full((longest, len(starts)), -1)
+    table.ravel()[places] = torch.arange(60)
+    assert sorted(table[table >= 0].tolist()) == list(range(60))
+    assert (table >= 0).any(1).all()  # no longer than the longest
+    for sequence, start in zip(table.T, starts.tolist()):
+        length = (sequence >= 0).sum()
+        env, t = divmod(start, 12)
+        assert sequence[:length].tolist() == list(range(start, start + length)) and t + length <= 12
+        assert first[env, t] or t == 0
+        assert not first[env, t + 1 : t + length].any()  # it ends where the next episode begins
+        assert t + length == 12 or first[env, t + length]
+
+
+def test_the_example_of_four_steps():
+    places, starts, longest = ppo.split_sequences(torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.bool))
+    assert (places.tolist(), starts.tolist(), longest) == ([0, 3, 1, 4, 2, 5, 8, 11], [0, 2, 4], 4)
 
 
 @cells
@@ -98,37 +93,38 @@ def test_fused_outputs_and_gradients_equal_the_step_by_step_reference(rnn, space
     policy = agent(space, rnn=rnn)
     num_steps, num_envs = (7, 3) if space is FRAMES else (40, 6)
     obs, first = observations(space, num_steps, num_envs), random_first(num_steps, num_envs)
-    state = torch.randn(policy.initial_state(num_envs).shape)
-    weights = torch.randn(num_steps * num_envs, 128)
+    state, weights = random_state(policy, num_envs), torch.randn(num_steps, num_envs, 128)
 
-    expected = slow_outputs(policy, obs, first, state)[0].flatten(0, 1)
+    expected = slow_outputs(policy, obs, first, state)[0]
     (expected * weights).sum().backward()
     gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     assert any(name.startswith("encoder") for name in gradients) and any(name.startswith("rnn") for name in gradients)
     policy.zero_grad()
-    for envs in (np.arange(num_envs)[1:], np.array([0])):  # two minibatches of unequal size
-        rows, outputs = fused_outputs(policy, obs, first, state, envs)
-        torch.testing.assert_close(outputs, expected[rows], atol=1e-5, rtol=0)
-        (outputs * weights[rows]).sum().backward()
+    for envs in (torch.arange(num_envs - 1, 0, -1), torch.tensor([0])):  # two minibatches of unequal size
+        outputs = fused_outputs(policy, obs[:, envs], first[:, envs], state[envs])
+        torch.testing.assert_close(outputs, expected[:, envs], atol=1e-5, rtol=0)
+        (outputs * weights[:, envs]).sum().backward()
     for name, p in policy.named_parameters():
         if name in gradients:
             torch.testing.assert_close(p.grad, gradients[name], atol=1e-4, rtol=1e-3)
 
 
 @cells
-def test_padding_changes_nothing(rnn):
-    policy, num_steps, num_envs = agent(rnn=rnn), 30, 4
-    first, state = random_first(num_steps, num_envs), torch.randn(policy.initial_state(num_envs).shape)
-    rows, (longest, state, places) = split(first, np.arange(num_envs), state)
-    features, found = torch.randn(len(rows), 64, requires_grad=True), []
+def test_padding_changes_nothing(rnn, monkeypatch):
+    policy, first, split = agent(rnn=rnn), random_first(30, 4).T, ppo.split_sequences
+    state, features, found = random_state(policy, 4), torch.randn(4, 30, 64, requires_grad=True), []
     for more in (0, 9):
-        outputs = policy.unroll(features, places, longest + more, state)
+        monkeypatch.setattr(
+            ppo, "split_sequences", lambda first, more=more: (*split(first)[:2], split(first)[2] + more)
+        )
+        outputs = policy.unroll(features, first, state)
         outputs.square().sum().backward()
         gradients = [features.grad, *(p.grad for p in policy.rnn.parameters())]
         found.append([outputs.detach(), *(gradient.clone() for gradient in gradients)])
         features.grad = None
         policy.zero_grad()
-    assert longest * state.shape[1] > len(rows)  # there is padding
+    places, starts, longest = split(first)
+    assert longest * len(starts) > len(places)  # there is padding
     for x, y in zip(*found):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
@@ -137,16 +133,15 @@ def test_padding_changes_nothing(rnn):
 @pytest.mark.parametrize("clip_vloss", [True, False])
 def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, clip_vloss):
     args = ppo.Args(rnn=rnn, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7, max_grad_norm=0.1)
-    policy, num_steps, num_envs = agent(rnn=rnn), 30, 4
-    obs, first = observations(VECTORS, num_steps, num_envs), random_first(num_steps, num_envs)
-    actions = torch.randint(0, 4, (num_steps * num_envs,))
-    old_log_probs, values, advantages, returns = torch.randn(4, num_steps * num_envs)
+    policy, shape = agent(rnn=rnn), (30, 4)
+    obs, first, state = observations(VECTORS, *shape), random_first(*shape), random_state(policy, 4)
+    actions = torch.randint(0, 4, shape)
+    old_log_probs, values, advantages, returns = torch.randn(4, *shape)
     old_log_probs = old_log_probs.abs().neg()
-    state = policy.initial_state(num_envs)
 
-    outputs = slow_outputs(policy, obs, first, state)[0].flatten(0, 1)
+    outputs = slow_outputs(policy, obs, first, state)[0]
     new = torch.distributions.Categorical(logits=policy.actor(outputs))
-    new_values = policy.critic(outputs)[:, 0]
+    new_values = policy.critic(outputs)[..., 0]
     log_ratio = new.log_prob(actions) - old_log_probs
     ratio, scaled = log_ratio.exp(), (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     policy_loss = -torch.min(ratio * scaled, ratio.clamp(0.9, 1.1) * scaled).mean()
@@ -159,34 +154,30 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, clip_vloss):
     gradients = [p.grad.clone() for p in policy.parameters()]
 
     policy.zero_grad()
-    rows, sequences = split(first, np.random.permutation(num_envs), state)
-    columns = (x[rows] for x in (obs.flatten(0, 1), actions, old_log_probs, values, advantages, returns))
-    found, losses = ppo.minibatch_gradient(policy, args, *sequences, *columns)
-    torch.testing.assert_close(found, log_ratio[rows], atol=1e-5, rtol=0)
-    torch.testing.assert_close(losses, torch.stack([policy_loss, value_loss, entropy]), atol=1e-5, rtol=1e-5)
-    for p, expected in zip(policy.parameters(), gradients):
-        torch.testing.assert_close(p.grad, expected, atol=1e-6, rtol=1e-3)
+    envs = torch.randperm(4)
+    rollout = obs, first, actions, old_log_probs, values, advantages, returns
+    found, losses = ppo.minibatch_gradient(policy, args, state[envs], *(x.transpose(0, 1)[envs] for x in rollout))
+    torch.testing.assert_close(found, log_ratio.T[envs], atol=1e-5, rtol=0)
+    expected = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropy}
+    torch.testing.assert_close(losses, {k: x.detach() for k, x in expected.items()}, atol=1e-5, rtol=1e-5)
+    for p, gradient in zip(policy.parameters(), gradients):
+        torch.testing.assert_close(p.grad, gradient, atol=1e-6, rtol=1e-3)
 
 
 @cells
 def test_a_state_never_leaks_over_an_episode_end(rnn):
-    policy, num_steps, num_envs = agent(rnn=rnn), 20, 2
-    first = np.zeros((num_steps, num_envs), bool)
+    policy, first = agent(rnn=rnn), torch.zeros(20, 2, dtype=torch.bool)
     first[8, 0] = first[0, 1] = True
-    obs, state = observations(VECTORS, num_steps, num_envs), torch.randn(policy.initial_state(num_envs).shape)
-    rows, before = fused_outputs(policy, obs, first, state, np.arange(2))
-    step, env = rows // num_envs, rows % num_envs
+    obs, state = observations(VECTORS, 20, 2), random_state(policy, 2)
+    before = fused_outputs(policy, obs, first, state)
     obs[:8, 0] += 10.0  # the first episode of environment 0
-    other_state = state + 1.0
-    after = fused_outputs(policy, obs, first, other_state, np.arange(2))[1]
-    changed = (before != after).any(1).numpy()
-    assert changed[(env == 0) & (step < 8)].all()  # obs or the state it goes on from
-    assert not changed[(env == 0) & (step >= 8)].any()
-    assert not changed[env == 1].any()  # it began with this rollout, and the other environment is nothing to it
+    changed = (before != fused_outputs(policy, obs, first, state + 1.0)).any(-1)
+    assert changed[:8, 0].all()  # obs or the state it goes on from
+    assert not changed[8:, 0].any()
+    assert not changed[:, 1].any()  # it began with this rollout, and the other environment is nothing to it
 
     obs.requires_grad_()
-    outputs = fused_outputs(policy, obs, first, state, np.arange(2))[1]
-    outputs[(env == 0) & (step >= 8)].sum().backward()
+    fused_outputs(policy, obs, first, state)[8:, 0].sum().backward()
     assert obs.grad[:8, 0].abs().max() == 0 and obs.grad[8:, 0].abs().min() > 0 and obs.grad[:, 1].abs().max() == 0
 
 
@@ -196,12 +187,12 @@ def test_acting_remembers_the_episode_and_nothing_else(rnn):
     obs, first = observations(VECTORS, num_steps, num_envs), random_first(num_steps, num_envs)
     first[0] = True
     state = policy.initial_state(num_envs)
-    assert state.abs().max() == 0 and state.shape == (2 if rnn == "lstm" else 1, num_envs, 128)
+    assert state.abs().max() == 0 and state.shape == (num_envs, 256 if rnn == "lstm" else 128)
     with torch.no_grad():
         expected, last_state = slow_outputs(policy, obs, first, state)
     state = torch.full_like(state, 99.0)  # of episodes that are over
     for t in range(num_steps):
-        actions, state = policy.act(obs[t], torch.as_tensor(first[t]), state)
+        actions, state = policy.act(obs[t], first[t], state)
         assert torch.equal(actions, policy.actor(expected[t]).argmax(-1))
     torch.testing.assert_close(state, last_state, atol=1e-5, rtol=0)
 
@@ -219,13 +210,13 @@ def test_actions_for_frames_are_sampled_by_the_generator():
 # Networks and distribution
 
 
-def test_log_prob_entropy_and_samples_equal_torch_distributions():
-    policy = agent()
-    logits = 2 * torch.randn(50, 4)
-    expected, actions = torch.distributions.Categorical(logits=logits), torch.randint(0, 4, (50,))
-    torch.testing.assert_close(policy.log_prob(logits, actions), expected.log_prob(actions))
-    torch.testing.assert_close(policy.entropy(logits), expected.entropy())
-    draws = policy.sample(logits[0].expand(40000, 4))
+def test_log_prob_entropy_mode_and_samples_equal_torch_distributions():
+    logits, actions = 2 * torch.randn(50, 4), torch.randint(0, 4, (50,))
+    found, expected = ppo.Categorical(logits), torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(found.log_prob(actions), expected.log_prob(actions))
+    torch.testing.assert_close(found.entropy(), expected.entropy())
+    assert torch.equal(found.mode(), logits.argmax(-1))
+    draws = ppo.Categorical(logits[0].expand(40000, 4)).sample()
     torch.testing.assert_close(draws.bincount(minlength=4) / 40000, expected.probs[0], atol=0.01, rtol=0)
 
 
@@ -269,13 +260,13 @@ def test_first_minibatch_has_ratio_one_in_training(rnn, env_id, record_ratios, m
         update_epochs=2, num_workers=1, eval_episodes=0, cuda=False, learning_rate=1e-3, run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     ppo.train(args)
-    assert len(ratios) == 8 and len(ratios[0]) == 2 * num_steps
+    assert len(ratios) == 8 and ratios[0].shape == (2, num_steps)
     for first in (ratios[0], ratios[4]):  # the second iteration's sequences go on from the first's
         torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
     assert (ratios[3] - 1).abs().max() > 1e-4
-    frames = env_id != "CartPole-v1"
-    assert batches[0][0].dtype == (torch.uint8 if frames else torch.float32)
-    assert batches[0][0].shape == (4 * num_steps, *((84, 84) if frames else (4,)))
+    frames, obs = env_id != "CartPole-v1", batches[0][1]
+    assert obs.dtype == (torch.uint8 if frames else torch.float32)
+    assert obs.shape == (4, num_steps, *((84, 84) if frames else (4,)))
 
 
 @cells
@@ -300,7 +291,7 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
         return envs.obs
 
     def value(obs, state):
-        outputs, state = slow_outputs(live["agent"], obs[None], np.zeros((1, len(obs)), bool), state)
+        outputs, state = slow_outputs(live["agent"], obs[None], torch.zeros(1, len(obs), dtype=torch.bool), state)
         return live["agent"].critic(outputs[0]).squeeze(-1), state
 
     def spy_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
@@ -322,8 +313,8 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
         return live["advantages"]
 
     def spy_update(*inputs):
-        for x, name in zip(inputs[-1][4:], ("advantages", "returns")):
-            assert torch.equal(x, live[name].flatten())
+        for x, name in zip(inputs[-1][-2:], ("advantages", "returns")):
+            assert torch.equal(x.T, live[name])
         return update(*inputs)
 
     for name, function in {"step": step, "reset": spy_reset}.items():
@@ -342,7 +333,6 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
 
 @pytest.mark.slow
 def test_compiled_gradients_equal_the_eager_ones():
-    args = ppo.Args()
     gradients = []
     for compiled in (False, True):
         policy, gradient = agent(FRAMES), ppo.minibatch_gradient
@@ -351,14 +341,11 @@ def test_compiled_gradients_equal_the_eager_ones():
             gradient = ppo.compile_function(gradient, torch.device("cpu"))
         torch.manual_seed(1)
         for rate in (0.0, 0.1, 0.3):  # other numbers of sequences
-            obs, state = observations(FRAMES, 16, 2), torch.randn(policy.initial_state(2).shape)
-            rows, sequences = split(random_first(16, 2, rate), np.arange(2), state)
+            obs, first, state = observations(FRAMES, 16, 2), random_first(16, 2, rate), random_state(policy, 2)
             policy.zero_grad()
-            actions = torch.randint(0, 4, (32,))
-            log_ratio, losses = gradient(
-                policy, args, *sequences, obs.flatten(0, 1)[rows], actions, *torch.randn(4, 32)
-            )
-            gradients.append([log_ratio, losses, *(p.grad.clone() for p in policy.parameters())])
+            batch = obs, first, torch.randint(0, 4, (16, 2)), *torch.randn(4, 16, 2)
+            log_ratio, losses = gradient(policy, ppo.Args(), state, *(x.transpose(0, 1) for x in batch))
+            gradients.append([log_ratio, *losses.values(), *(p.grad.clone() for p in policy.parameters())])
     for eager, compiled in zip(gradients[:3], gradients[3:]):
         for x, y in zip(eager, compiled):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
@@ -418,33 +405,38 @@ class Game(gym.Env):
 
 
 def make_game(lost, length):
-    return ppo.FireReset(ppo.EpisodicLife(gym.wrappers.RecordEpisodeStatistics(Game(lost, length))))
+    return ppo.AtariGame(Game(lost, length))
 
 
 @pytest.mark.parametrize(
-    "lost, length, ended, reported",
+    "lost, length, ended, games",
     # FIRE is step 1 of a game; a reset within it takes a no-op and FIRE. The agent's steps of a game are ...
     [
-        ((5, 10, 15), 15, [4, 7, 10], [10]),  # 2 to 5, 8 to 10, 13 to 15
-        ((5, 6), 6, [4, 8], [5, 9]),  # 2 to 5; it is over in the no-op, and reported with the next game's first step
-        ((5, 7), 7, [4, 9], [5, 10]),  # 2 to 5, the next time 1 to 5; it is over in FIRE
-        ((1, 6), 6, [4, 8], [4, 8]),  # 3 to 6; a life is lost in FIRE
-        ((5,), 8, [7], [7]),  # 2 to 8; without a life left it goes on for a while
+        ((5, 10, 15), 15, [4, 7, 10], {10: 1}),  # 2 to 5, 8 to 10, 13 to 15
+        ((5, 6), 6, [4, 8], {4: 1, 8: 1}),  # 2 to 5; it is over in the no-op
+        ((5, 7), 7, [4, 9], {4: 1, 9: 1}),  # 2 to 5, the next time 1 to 5; it is over in FIRE
+        ((1, 6), 6, [4, 8], {4: 1, 8: 1}),  # 3 to 6; a life is lost in FIRE
+        ((5,), 8, [7], {7: 1}),  # 2 to 8; without a life left it goes on for a while
+        ((1,), 1, [1, 2], {1: 3, 2: 2}),  # 1; every other game is over in FIRE, the first one before all steps
     ],
 )
-def test_the_reported_return_of_a_game_with_several_lives_is_the_games(lost, length, ended, reported):
-    found = {"ended": [], "reported": []}
+def test_the_reported_return_of_a_game_with_several_lives_is_the_games(lost, length, ended, games):
     with ppo.SubprocVecEnv(partial(make_game, lost, length), 2, 1, 1) as envs:
         envs.reset()
-        for t in range(1, 12):
-            _, _, terminated, truncated = envs.step(np.zeros(2))
-            assert not truncated.any()
-            if terminated.all():
-                found["ended"].append(t)
-            if envs.episodes:
-                found["reported"].append(t)
-                assert envs.episodes == [(length * (length + 1), length)] * 2
-    assert found == {"ended": ended, "reported": reported}
+        for t in range(1, max(ended) + 1):
+            _, rewards, terminated, truncated = envs.step(np.zeros(2))
+            assert not truncated.any() and terminated.tolist() == [t in ended] * 2 and rewards.tolist() == [1, 1]
+            whole = float(length * (length + 1)), length
+            assert envs.episodes == [(env, *whole) for env in (0, 1) for _ in range(games.get(t, 0))]
+
+
+def test_rewards_are_signs_and_a_game_is_worth_what_it_paid():
+    env, paid = make_game((9,), 9), [44.0, -3.0, 0.0, 2.0**25, 1.0, -0.1]
+    env.reset()
+    env.game[:] = 0  # without FIRE
+    env.env.step = lambda _: (0, paid.pop(0), not paid, False, {"lives": 1})
+    assert [env.step(0)[1] for _ in range(6)] == [1, -1, 0, 1, 1, -1]
+    assert env.ended_games == [(44.0 - 3.0 + 2.0**25 + 1.0 - 0.1, 6)]
 
 
 def test_a_real_game_is_reported_whole_and_its_lives_are_episodes():
@@ -464,18 +456,14 @@ def test_a_real_game_is_reported_whole_and_its_lives_are_episodes():
     env.unwrapped.step, env.unwrapped.reset = step, reset
     env.reset(seed=1)
     env.action_space.seed(1)
-    episodes, lives, rewards = [], 0, set()
-    while len(episodes) < 3:
-        _, reward, terminated, truncated, info = env.step(env.action_space.sample())
+    lives, rewards = 0, set()
+    while len(env.ended_games) < 3:
+        _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
         rewards.add(float(reward))
-        if "episode" in info:
-            episodes.append(info["episode"]["r"])
         if terminated or truncated:
             lives += 1
-            _, info = env.reset()
-            if "episode" in info:
-                episodes.append(info["episode"]["r"])
-    assert episodes == games[:3] and sum(games) > 0
+            env.reset()
+    assert [paid for paid, _ in env.ended_games] == games[:3] and sum(games) > 0
     assert lives == 15 and rewards == {0.0, 1.0}  # five lives each
 
 
@@ -491,20 +479,20 @@ def test_fire_starts_the_game_after_each_reset():
     "env_id",
     ["PongNoFrameskip-v4", "BeamRiderNoFrameskip-v4", "ale_py:ALE/Breakout-v5", "Freeway-v4", "ALE/Backgammon-v5"],
 )
-def test_every_atari_id_gives_84_x_84_frames_and_the_sign_of_rewards(env_id):
+def test_every_atari_id_gives_84_x_84_frames_and_begins_with_fire(env_id):
     env = ppo.make_env(env_id, eval_episodes=3)
-    wrappers, inner = [], env
+    wrappers, inner, pressed = [], env, []
     while isinstance(inner, gym.Wrapper):
         wrappers.append(type(inner).__name__)
         inner = inner.env
-    assert wrappers[:2] == ["TransformReward", "EpisodicLife" if env_id == "Freeway-v4" else "FireReset"]
-    assert env.unwrapped.get_action_meanings()[0] == "NOOP"  # for the start and between lives
-    wrappers = [name for name in wrappers[1:] if name != "FireReset"]
-    assert wrappers[:4] == ["EpisodicLife", "RecordEpisodeStatistics", "TimeLimit", "AtariPreprocessing"]
-    assert env.get_wrapper_attr("_max_episode_steps") == 27000
+    assert wrappers[:3] == ["AtariGame", "AtariPreprocessing", "TimeLimit"]
+    assert env.get_wrapper_attr("_max_episode_steps") == 4 * 27000  # frames
+    meanings, step = env.unwrapped.get_action_meanings(), env.env.step
+    assert meanings[0] == "NOOP"  # for the start and between lives
+    env.env.step = lambda action: (pressed.append(meanings[action]), step(action))[1]
     obs, _ = env.reset(seed=1)
+    assert pressed == ([] if env_id == "Freeway-v4" else ["FIRE"])
     assert env.observation_space.contains(obs) and obs.shape == (84, 84) and obs.dtype == np.uint8
-    assert env.func(44.0) == 1 and env.func(-3.0) == -1 and env.func(0.0) == 0
     frames = [env.step(0)[4]["frame_number"] for _ in range(3)]
     assert np.diff(frames).tolist() == [4, 4]
 
@@ -526,20 +514,19 @@ def test_the_same_seed_plays_the_same_games_whatever_the_number_of_workers():
 
 
 class Scripted:
-    """Two environments for `evaluate`; at each step they lose lives and report games as written down here."""
+    """Two environments for `evaluate`; at each step they lose lives and games end as written down here."""
 
-    steps = [  # (terminated, {environment: return})
-        ([True, False], {}),
-        ([True, True], {1: 10.0}),  # environment 0 loses a life where a game ends in environment 1
-        ([False, True], {0: 20.0}),  # reported late, in the middle of the next game's life
-        ([True, True], {0: 30.0, 1: 40.0}),
-        ([True, True], {0: 50.0, 1: 60.0}),  # the sixth game of five
+    steps = [  # (terminated, [(environment, return), ...])
+        ([True, False], []),
+        ([True, True], [(1, 10.0)]),  # environment 0 loses a life where a game ends in environment 1
+        ([False, True], [(0, 20.0)]),  # by a time limit
+        ([False, True], [(1, 40.0), (1, 50.0), (1, 60.0)]),  # two games of it are over in a reset: 60 is the sixth of 5
+        ([True, True], [(0, 30.0), (1, 70.0)]),
     ]
-    active = []
 
-    def __init__(self, make, *_):
-        self.t = 0
-        Scripted.make = make
+    def __init__(self, *inputs):
+        self.inputs, self.t, self.active = inputs, 0, []
+        Scripted.made = self
 
     def __enter__(self):
         return self
@@ -554,20 +541,27 @@ class Scripted:
         terminated, games = self.steps[self.t]
         self.t += 1
         self.active.append(active.tolist())
-        self.episode_lengths = np.array([env in games for env in range(2)]) * active * 7
-        self.episodes = [(games[env], 7) for env in np.flatnonzero(self.episode_lengths)]
+        self.episodes = [(env, paid, 7) for env, paid in games if active[env]]
         truncated = np.array([self.t == 3, False])
         return np.ones((2, 3), np.float32), np.zeros(2), terminated & active, truncated & active
 
 
+def scripted_evaluation(policy):
+    """-> returns, lengths, and what was logged"""
+    logged, args = {}, ppo.Args(num_envs=2, eval_episodes=5)
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), spaces="both", show=lambda *_, **__: None)
+    run.log = logged.update
+    return *ppo.evaluate(run, policy, ppo.make_env), logged
+
+
 def test_evaluation_takes_the_first_games_started(monkeypatch):
     monkeypatch.setattr(ppo, "SubprocVecEnv", Scripted)
-    monkeypatch.setattr(Scripted, "active", [])
-    args = ppo.Args(num_envs=2, eval_episodes=5)
-    # Started: 0 and 1; 2 in environment 1 after 10; 3 in environment 0 after 20; 4 after 30, 5 after 40.
-    returns, lengths = ppo.evaluate(agent(), args, torch.device("cpu"))
+    # Started: 0 and 1; 2 in environment 1 after 10; 3 in environment 0 after 20; 4 in environment 1 after 40.
+    returns, lengths, logged = scripted_evaluation(agent())
     assert returns == [20.0, 10.0, 40.0, 30.0, 50.0] and lengths == [7] * 5
-    assert Scripted.active == [[True, True]] * 4 + [[True, False]]  # who has no game left rests
+    assert logged == {"eval/episodic_return": 30.0, "eval/episodic_length": 7.0}
+    assert Scripted.made.active == [[True, True]] * 4 + [[True, False]]  # who has no game left rests
+    assert Scripted.made.inputs[1:] == (2, 0, [1, 2**31], "both")
 
 
 @cells
@@ -583,9 +577,9 @@ def test_evaluation_carries_the_state_to_the_end_of_each_episode(rnn, monkeypatc
         return actions, next_state
 
     monkeypatch.setattr(policy, "act", spy)
-    ppo.evaluate(policy, ppo.Args(num_envs=2, eval_episodes=5), torch.device("cpu"))
+    scripted_evaluation(policy)
     # A life lost or a time limit is the end of an episode, reported or not.
-    ends = [[True, False], [True, True], [True, True], [True, True]]
+    ends = [[True, False], [True, True], [True, True], [False, True]]
     assert [first for first, _, _ in calls] == [[True, True], *ends]
     assert not calls[0][1].any()
     for (_, _, after), (_, before, _) in zip(calls, calls[1:]):
@@ -607,10 +601,9 @@ def test_missing_atari_packages_are_one_line(package, words, monkeypatch):
     env_id = "PongNoFrameskip-v4"
     ppo.make_env(env_id)  # registers the id, if nobody has
     monkeypatch.setitem(sys.modules, package, None)
-    if package == "ale_py":
-        monkeypatch.delitem(gym.registry, env_id)
+    monkeypatch.delitem(gym.registry, env_id)
     message = fails(ppo.make_env, env_id)
-    assert env_id in message and words in message
+    assert env_id in message and words in message and package in message
 
 
 @pytest.mark.parametrize(
@@ -621,9 +614,8 @@ def test_missing_atari_packages_are_one_line(package, words, monkeypatch):
         ({"norm_obs": True}, ["--norm-obs"]),
         ({"mask_velocity": True}, ["--mask-velocity", "CartPole-v1", "BreakoutNoFrameskip-v4"]),
         ({"env_id": "Pendulum-v1"}, ["Pendulum-v1", "Box", "Discrete"]),
-        ({"env_id": "FrozenLake-v1"}, ["FrozenLake-v1", "Discrete(16)", "flat Box"]),
         ({"env_id": "BreakoutNoFrameskip-v5"}, ["BreakoutNoFrameskip-v5"]),
-        ({"env_id": "ALE/Pong"}, ["ALE/Pong", "whole id"]),
+        ({"env_id": "ALE/Pong"}, ["ALE/Pong", "images", "Atari"]),
     ],
     ids=str,
 )
@@ -647,11 +639,21 @@ def test_hidden_velocities_are_zero_and_the_rest_is_as_it_was(env_id, positions)
     assert obs.dtype == whole.dtype
 
 
-def test_evaluation_hides_the_velocities_too(monkeypatch):
-    monkeypatch.setattr(ppo, "SubprocVecEnv", Scripted)
-    monkeypatch.setattr(Scripted, "active", [])
-    args = ppo.Args(env_id="CartPole-v1", mask_velocity=True, num_envs=2, eval_episodes=5)
-    ppo.evaluate(agent(), args, torch.device("cpu"))
-    env = Scripted.make()
-    env.reset(seed=1)
-    assert (env.step(1)[0][[1, 3]] == 0).all()
+def test_training_and_evaluation_hide_the_velocities(monkeypatch, tmp_path):
+    made, init = [], ppo.SubprocVecEnv.__init__
+    monkeypatch.setattr(
+        ppo.SubprocVecEnv, "__init__", lambda envs, *inputs: (made.append(inputs[0]), init(envs, *inputs))[1]
+    )
+    args = ppo.Args(
+        env_id="CartPole-v1", mask_velocity=True, total_timesteps=64, num_envs=4, num_steps=16, cuda=False,
+        eval_episodes=1, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    ppo.train(args)
+    assert len(made) == 2
+    for env in (make() for make in made):
+        env.reset(seed=1)
+        assert (env.step(1)[0][[1, 3]] == 0).all()
+
+
+def test_other_observations_are_flattened():
+    assert ppo.make_env("FrozenLake-v1").observation_space.shape == (16,)

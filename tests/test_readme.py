@@ -14,14 +14,13 @@ README = (ROOT / "README.md").read_text()
 SCRIPTS = sorted(path.stem for path in ROOT.glob("ppo_*.py"))
 # Scalars that not every script writes by default.
 WRITTEN_BY = {
-    "charts/critic_learning_rate": ["ppo_mlp_gaussian"],
     "losses/action_mean": ["ppo_mlp_gaussian"],
     "losses/action_std": ["ppo_mlp_gaussian"],
     "losses/state_loss": ["ppo_interleaved_gru_beta"],
     "losses/explained_variance_after": ["ppo_value_first"],
     "losses/advantage_variance_ratio": ["ppo_value_first"],
     "losses/clamped_targets": [],
-    **dict.fromkeys(("losses/kl", "losses/beta", "losses/epochs", "time/policy", "time/value"), ["ppo_kl_adaptive"]),
+    **dict.fromkeys(("losses/kl", "losses/beta", "losses/epochs"), ["ppo_kl_adaptive"]),
 }
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 # Their policies load by the base's snippet with another import, which the README names.
@@ -66,7 +65,7 @@ def test_every_scalar_is_explained_and_every_explained_one_is_written(run):
 
 def test_every_file_of_a_run_is_explained(run):
     written = {path.name for path in run[2].iterdir() if "tfevents" not in path.name}
-    assert written == {"args.json", "checkpoint.pt", "policy.pt", "result.json"}
+    assert written == {"args.json", "checkpoint.pt", "result.json"}
     assert all(f"`{name}`" in README for name in written | {"eval.json"})
 
 
@@ -86,5 +85,5 @@ def test_flags_in_the_readme_exist():
     tools = "".join((ROOT / name).read_text() for name in ("benchmark.sh", "plot_runs.py"))
     known |= set(re.findall(r"--[a-z][a-z-]+", tools))
     assert set(re.findall(r"(?<=`)--[a-z][a-z-]+|(?<= )--[a-z][a-z-]+", README)) - known <= {
-        "--no-deps", "--logdir", "--help", "--ntasks",
+        "--no-deps", "--logdir", "--help", "--ntasks", "--wrap",
     }  # fmt: skip

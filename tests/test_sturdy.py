@@ -1,6 +1,9 @@
 """What can go wrong around a run: each case ends soon, with one line that says what to do, and loses nothing."""
 
 import importlib
+import inspect
+import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -10,31 +13,38 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import uuid
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 
+import conftest
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from conftest import BATCH, SCRIPTS, TESTS, every, load, resume_args, small_args
+from misbehaving import Constant
 
-import ppo_comb_dist as comb
-import ppo_interleaved_gru_beta as flagship
-import ppo_kl_adaptive as adaptive
-import ppo_lstm_atari as recurrent
-import ppo_mlp_gaussian as base
-import ppo_value_first as value_first
-
-TESTS = Path(__file__).resolve().parent
+base, flagship, comb, value_first, adaptive, recurrent = SCRIPTS.values()
+CONTINUOUS = [base, flagship, comb, value_first, adaptive]
 START_LIMIT = 120  # seconds to start and reach what is waited for, on a machine that is busy
 LIMIT = 20  # seconds to report a fault: it should take 5
-SIGNAL_LIMIT = 10  # seconds to save and leave after a signal: it should take under 5
-SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1, "num_workers": 2, "eval_episodes": 0}
-BATCH = 64
-DISCRETE = {"ppo_lstm_atari"}  # scripts that need discrete actions
-CONTINUOUS = [base, flagship, value_first, adaptive, comb]
+BUSY = max(1, os.getloadavg()[0] / os.cpu_count())  # how many share a core now
+SIGNAL_LIMIT = 5 * BUSY  # seconds to save and leave after a signal
+ENDLESS = "--total-timesteps=64000000", "--checkpoint-interval=0"
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds orphans in /proc")
+
+
+def scripts(*modules):
+    return pytest.mark.parametrize("module", modules, ids=[conftest.NAMES[module] for module in modules])
+
+
+def text(module):
+    """Of the processes and what they do, which five scripts share."""
+    return [inspect.getsource(getattr(module, name, str)) for name in ("put", "worker", "SubprocVecEnv")]
 
 
 class Process:
@@ -89,6 +99,10 @@ class Process:
         """Environment steps at the end of each whole iteration, from the console."""
         return [int(step) for step in re.findall(r"step (\d+)/", self.stdout.read_text())]
 
+    def signal(self, signum, whole_group=True):
+        self.sent = time.time()
+        (os.killpg if whole_group else os.kill)(self.process.pid, signum)
+
     def assert_ends(self, code, *words, since=None, limit=LIMIT, traceback=False):
         """Exit code, words of the last line, a traceback or none (None: not looked at), in time, nothing left over."""
         assert self.process.wait(START_LIMIT) == code, self.stderr.read_text()
@@ -96,30 +110,35 @@ class Process:
             assert time.time() - since < limit
         error = self.stderr.read_text()
         assert traceback is None or ("Traceback" in error) == traceback, error
-        if words:
-            last_line = error.splitlines()[-1]
-            assert [word for word in words if word not in last_line] == [], error
-        self.assert_nothing_is_left()
-
-    def assert_nothing_is_left(self):
-        end = time.monotonic() + SIGNAL_LIMIT
+        assert_words(error.splitlines()[-1] if words else "", *words)
+        end = time.monotonic() + LIMIT
         while self.pids():
             assert time.monotonic() < end, f"orphans: {self.pids()}"
             time.sleep(0.05)
 
+    def assert_stops(self, signum, iterations=None):
+        """By the signal that was sent, in time; what was reached is saved. `iterations`: that many whole ones."""
+        saved = self.steps() if iterations is None else [BATCH * iterations][:iterations]
+        words = f"--resume {self.directory}" if saved else ""
+        self.assert_ends(128 + signum, f"stopped by {signum.name}", words, since=self.sent, limit=SIGNAL_LIMIT)
+        assert (self.directory / "checkpoint.pt").exists() == bool(saved)
+        if saved:
+            checkpoint = load(self.directory)
+            assert checkpoint["global_step"] == self.steps()[-1] == checkpoint["iteration"] * BATCH >= saved[-1]
+
 
 @pytest.fixture
 def start(tmp_path):
-    """start(flags, env=..., script=..., VARIABLE=...) -> Process; what is left of it is killed after the test."""
+    """start(flags, env=..., module=..., VARIABLE=...) -> Process; what is left of it is killed after the test."""
     started = []
 
-    def start(*flags, env="Healthy", script="ppo_mlp_gaussian", file=None, small=True, run_dir=True, **variables):
-        sizes = [f"--{key.replace('_', '-')}={value}" for key, value in SMALL.items()] if small else []
-        env_id = [f"--env-id=misbehaving:{env}-v0"] if env else []
+    def start(*flags, env="Healthy", module=base, file=None, run_dir=True, sizes=True, **variables):
         directory = tmp_path / f"run{len(started)}"
-        run_dir = [f"--run-dir={directory}"] if run_dir else []
-        flags = ["--no-cuda", *run_dir, *sizes, *env_id, *map(str, flags)]
-        started.append(Process(file or TESTS.parent / f"{script}.py", directory, flags, variables))
+        args = vars(small_args(module, directory, env=env))
+        names = ["run_dir"] if run_dir else []
+        names += "env_id num_envs num_steps num_minibatches update_epochs num_workers eval_episodes".split() * sizes
+        flags = ["--no-cuda", *(f"--{name.replace('_', '-')}={args[name]}" for name in names), *map(str, flags)]
+        started.append(Process(file or module.__file__, directory, flags, variables))
         return started[-1]
 
     yield start
@@ -127,230 +146,361 @@ def start(tmp_path):
         process.kill()
 
 
-def healthy(script):
-    return "DiscreteAction" if script in DISCRETE else "Healthy"
-
-
-def small_args(module, directory, **changes):
-    env_id = f"misbehaving:{healthy(module.__name__)}-v0"
-    sizes = SMALL | {"cuda": False, "total_timesteps": 3 * BATCH, "env_id": env_id}
-    return module.Args(**sizes | {"run_dir": str(directory)} | changes)
-
-
-def load(directory, name="checkpoint.pt"):
-    return torch.load(directory / name, weights_only=True)
+def assert_words(message, *words):
+    assert [word for word in words if word not in message] == [], message
 
 
 def assert_resumes(directory, module=base, iterations=2):
-    """The checkpoint is finite and training goes on from it."""
+    """The checkpoint is finite and training goes on from it, in a healthy environment."""
     checkpoint = load(directory)
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
-    saved = checkpoint["args"] | {"env_id": f"misbehaving:{healthy(module.__name__)}-v0"}  # the fault is repaired
-    torch.save(checkpoint | {"args": saved}, directory / "checkpoint.pt")
     total = checkpoint["global_step"] + iterations * BATCH
-    result = module.train(module.Args(**saved | {"resume": str(directory), "total_timesteps": total}))
+    changes = {"total_timesteps": total, "env_id": small_args(module, directory).env_id}
+    result = module.train(resume_args(module, directory, **changes))
     assert (result["status"], result["global_step"]) == ("finished", total)
     assert result["iterations"] == checkpoint["iteration"] + iterations
 
 
 def one_line(call, *args):
-    """The message of the SystemExit that call raises, one line long, with no worker left behind."""
-    with pytest.raises(SystemExit) as caught:
+    """The message of the SystemExit that call raises: one line, without a traceback, and no worker left behind."""
+    with pytest.raises(SystemExit) as caught, redirect_stderr(io.StringIO()) as stderr:
         call(*args)
     assert isinstance(caught.value.code, str) and "\n" not in caught.value.code, caught.value.code
+    assert "Traceback" not in stderr.getvalue(), stderr.getvalue()
     assert multiprocessing.active_children() == []
     return caught.value.code
 
 
 def parse(monkeypatch, module, *flags):
     monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, flags)])
-    return module.parse_args(module.Args)
+    return module.parse_args(module.Args())
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("finished") / "run"
-    base.train(small_args(base, directory))
-    return directory
+def contents(directory):
+    return {file: file.read_bytes() for file in directory.iterdir()}
 
 
 @pytest.fixture
-def run_copy(finished_run, tmp_path):
-    return shutil.copytree(finished_run, tmp_path / "copy")
+def run_copy(finished, tmp_path):
+    return shutil.copytree(finished(base), tmp_path / "copy")
 
 
-def test_what_a_budget_leaves_out_is_printed(tmp_path, capsys):
-    base.train(small_args(base, tmp_path / "run", total_timesteps=BATCH + 10))
-    assert f"the last 10 of {BATCH + 10} steps are left out" in capsys.readouterr().out.splitlines()[0]
+# Environments and the processes that step them. What five scripts share is tested in one of them.
 
-
-# Environments and the processes that step them
-
+each_text = scripts(*{str(text(module)): module for module in reversed(SCRIPTS.values())}.values())
 FAULTS = {
-    "RaiseInStep": "environment 3 raised RuntimeError in step: the leg is broken",
-    "RaiseInReset": " raised RuntimeError in reset: can't get up",
-    "KilledInStep": "the process of environments 2 to 3 was killed by signal 9",
-    "ExitInStep": "the process of environments 2 to 3 exited with code 3",
-    "ObservationNotFinite": " observation that is not finite",
+    "RaiseInStep": "environment 1 raised RuntimeError: the leg is broken",
+    "RaiseInReset": " raised RuntimeError: can't get up",
+    "KilledInStep": "the process of environments 0 to 1 died with exit code -9",
+    "ExitInStep": "the process of environments 0 to 1 died with exit code 3",
+    "ObservationNotFinite": "environment 1 returned obs that are not finite or no float32 of shape (3,): array([",
 }
 
 
-@pytest.mark.parametrize(
-    "script, env",
-    [
-        *(("ppo_mlp_gaussian", env) for env in FAULTS),
-        ("ppo_interleaved_gru_beta", "RaiseInStep"),
-        ("ppo_lstm_atari", "DiscreteRaiseInStep"),
-    ],
-)
-def test_fault_in_an_environment_is_reported_and_nothing_is_lost(start, script, env):
-    run = start("--checkpoint-interval=0", "--total-timesteps=64000", env=env, script=script)
-    run.process.wait(START_LIMIT)
-    ended = time.time()
-    raised = "Raise" in env
-    run.assert_ends(1, FAULTS[env.removeprefix("Discrete")], f"--resume {run.directory}", traceback=raised)
-    assert ended - min(at for _, at in run.events("fault")) < LIMIT
+@each_text
+@pytest.mark.parametrize("env", FAULTS)
+def test_fault_in_an_environment_is_reported_and_nothing_is_lost(start, module, env):
+    run = start("--checkpoint-interval=0", "--total-timesteps=64000", env=env, module=module)
+    run.wait_until(lambda: run.events("fault"))
+    raised, at = "Raise" in env, min(at for _, at in run.events("fault"))
+    run.assert_ends(1, FAULTS[env], f"--resume {run.directory}", traceback=raised, since=at)
     if raised:  # the environment's own
         assert "misbehaving.py" in run.stderr.read_text()
     checkpoint = load(run.directory)
     assert checkpoint["global_step"] == run.steps()[-1] == checkpoint["iteration"] * BATCH >= 2 * BATCH
-    assert_resumes(run.directory, importlib.import_module(script))
+    assert_resumes(run.directory, module)
 
 
-@pytest.mark.parametrize("module", [base, flagship])
-@pytest.mark.parametrize("what", ["final observation", "reward"])
-def test_value_that_is_not_finite_is_the_environments_fault(tmp_path, module, what):
-    env_id = f"misbehaving:{what.title().replace(' ', '')}NotFinite-v0"
-    message = one_line(module.train, small_args(module, tmp_path / "run", env_id=env_id, total_timesteps=640))
-    assert f"environment 1 returned a {what} that is not finite" in message
-    assert f"--resume {tmp_path / 'run'}" in message
+@every
+@pytest.mark.parametrize("env, name", [("FinalObservationNotFinite", "final_obs"), ("RewardNotFinite", "rewards")])
+def test_value_that_is_not_finite_is_the_environments_fault(tmp_path, module, env, name):
+    message = one_line(module.train, small_args(module, tmp_path / "run", 10, env))
+    assert_words(message, f"environment 1 returned {name} that are not finite", f"--resume {tmp_path / 'run'}")
     assert_resumes(tmp_path / "run", module)
 
 
+FLOATS, DOUBLES = gym.spaces.Box(-np.inf, np.inf, (3,)), gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+LONGS, BYTES = gym.spaces.Box(-9, 9, (3,), np.int64), gym.spaces.Box(0, 255, (3,), np.uint8)
+
+
+def fault(module, make_env):
+    """The message about one of three environments that are played to the end of an episode."""
+    with pytest.raises(module.EnvError) as caught, module.SubprocVecEnv(make_env, 3, 2, 1) as envs:
+        envs.reset()
+        for _ in range(3):
+            envs.step(np.zeros((3, 2)))
+    assert "\n" not in str(caught.value), str(caught.value)
+    return str(caught.value)
+
+
+@each_text
+@pytest.mark.parametrize("when, name", [("reset", "obs"), ("step", "obs"), ("end", "final_obs")])
+@pytest.mark.parametrize(
+    "space, obs, words",
+    [
+        (LONGS, [0.5, 0.9, -0.9], ["int64", "(3,)", "0.5, 0.9, -0.9"]),
+        (LONGS, [np.nan] * 3, ["int64", "nan"]),
+        (BYTES, [-1, 0, 0], ["uint8", "-1, 0, 0"]),
+        (BYTES, [300, 0, 0], ["uint8", "300, 0, 0"]),
+        (FLOATS, 0.5, ["(3,)", "array(0.5)"]),
+        (FLOATS, [0.5], ["(3,)", "array([0.5])"]),
+        (FLOATS, [[0.5] * 3] * 2, ["(3,)", "[[0.5, 0.5, 0.5]"]),
+        (FLOATS, None, ["(3,)", "None"]),
+        (FLOATS, ["a", "b", "c"], ["(3,)", "'a', 'b', 'c'"]),
+        (DOUBLES, [1e300] * 3, ["float32", "e+300"]),
+    ],
+    ids=str,
+)
+def test_observation_that_its_space_can_not_hold_is_named(module, space, obs, words, when, name):
+    message = fault(module, partial(Constant, space, obs, when))
+    assert_words(message, f"environment 0 returned {name} ", *words)
+
+
+@each_text
+@pytest.mark.parametrize("reward, word", [([1.0, 2.0], "[1., 2.]"), ([], "[]"), (None, "None"), ("much", "much")])
+def test_reward_that_is_no_number_is_named(module, reward, word):
+    message = fault(module, partial(Constant, FLOATS, [0.5] * 3, reward=reward))
+    assert_words(message, "environment 0 returned rewards ", "no float32 of shape ()", word)
+
+
+@each_text
+@pytest.mark.parametrize(
+    "reward",
+    [1, True, [1.0], np.float16(1), np.int64([[1]]), torch.tensor([1.0])],
+    ids=repr,
+)
+def test_every_kind_of_number_is_a_reward_and_returns_are_exact(module, reward):
+    """A sum in float16 would end at 2048."""
+    with module.SubprocVecEnv(partial(Constant, FLOATS, [0.5] * 3, reward=reward, length=3000), 1, 1, 1) as envs:
+        envs.reset()
+        assert {float(envs.step(np.zeros((1, 2)))[1][0]) for _ in range(3000)} == {1.0}
+        assert envs.episodes == [(0, 3000.0, 3000)]
+
+
+@each_text
+def test_actions_are_inside_the_bounds_in_the_spaces_own_type(module):
+    """The environment asserts it; the float32 that are nearest to its bounds lie outside of them."""
+    with module.SubprocVecEnv(partial(gym.make, "misbehaving:DoubleActions-v0"), 2, 1, 1) as envs:
+        space = envs.single_action_space
+        assert not space.contains(space.high.astype(np.float32).astype(np.float64))
+        envs.reset()
+        for action in (space.low.astype(np.float32), space.high.astype(np.float32), [9, 9], [-np.inf, np.inf]):
+            envs.step(np.stack([action, action]))
+
+
+ODD = """ByteObservation LongDoubleObservation MatrixObservation DictObservation DiscreteObservation
+RaiseInClose ChildProcess Bare Counting OneInfo OwnEpisodes CountedTwice DoubleActions""".split()
+
+
+@every
+@pytest.mark.parametrize("env", ODD)
+def test_odd_environments_are_trained_and_their_returns_are_the_true_ones(tmp_path, capsys, module, env):
+    result = module.train(small_args(module, tmp_path / "run", 2, env, eval_episodes=2))
+    assert (result["status"], len(result["eval_returns"])) == ("finished", 2)
+    if env in ("Counting", "OneInfo", "OwnEpisodes", "CountedTwice"):
+        assert load(tmp_path / "run")["recent_returns"] == 4 * (2 * 16 // 7) * [7.0]
+        assert result["eval_returns"] == [7.0, 7.0]
+    sizes = {"MatrixObservation": 6, "DictObservation": 9, "DiscreteObservation": 2}
+    said = f"are flattened to ({sizes.get(env)},)"
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert (said in first_line) == (env in sizes) and (f"{env}-v0" in first_line) == (env in sizes)
+
+
+@every
+def test_whole_numbers_as_observations_train_without_normalisation_too(module, tmp_path):
+    args = small_args(module, tmp_path / "run", 2, "ByteObservation", norm_obs=False)
+    assert module.train(args)["status"] == "finished"
+
+
+@each_text
+def test_environments_of_the_file_that_is_run_are_found_in_its_processes(start, tmp_path, module):
+    file, main = tmp_path / "mine.py", 'if __name__ == "__main__":\n'
+    own = "import misbehaving\n\ngym.register('Mine-v0', misbehaving.Counting, max_episode_steps=20)\n\n\n"
+    file.write_text(Path(module.__file__).read_text().replace(main, own + main))
+    run = start("--env-id=Mine-v0", "--total-timesteps=64", file=file, module=module)
+    run.assert_ends(0)
+    assert set(load(run.directory)["recent_returns"]) == {7.0}
+
+
+@every
+def test_id_that_only_this_process_knows_is_one_line_that_says_how(module, tmp_path, monkeypatch):
+    """As in a notebook."""
+    registry = {"OnlyHere-v0": gym.registry["Discrete" * (module is recurrent) + "Healthy-v0"]}
+    monkeypatch.setattr(gym.envs.registration, "registry", gym.registry | registry)
+    message = one_line(module.train, small_args(module, tmp_path / "run", env_id="OnlyHere-v0"))
+    assert_words(message, "OnlyHere-v0", "notebook", "module")
+
+
+@pytest.mark.parametrize("quota, processes", [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("", 4)])
+def test_a_worker_for_each_core_that_this_process_may_use(monkeypatch, quota, processes):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setattr(Path, "read_text", lambda path: quota if str(path) == "/sys/fs/cgroup/cpu.max" else 1 / 0)
+    with base.SubprocVecEnv(partial(gym.make, "misbehaving:Healthy-v0"), 8, 0, 1) as envs:
+        assert len(envs.processes) == processes
+
+
+@each_text
+def test_workers_are_bound_to_no_core(module):
+    with module.SubprocVecEnv(partial(gym.make, "misbehaving:Healthy-v0"), 2, 2, 1) as envs:
+        envs.reset()
+        assert [os.sched_getaffinity(process.pid) for process in envs.processes] == [os.sched_getaffinity(0)] * 2
+
+
 def test_environment_whose_constructor_raises_is_reported(start):
-    run = start(env="RaiseInConstructor", small=False)
+    run = start(env="RaiseInConstructor")
     run.assert_ends(1, "misbehaving:RaiseInConstructor-v0", "RuntimeError", "no such robot", traceback=True)
 
 
 def test_worker_killed_from_outside_is_noticed(start):
-    run = start("--checkpoint-interval=0", "--total-timesteps=64000000")
+    run = start(*ENDLESS)
     run.wait_until(lambda: len(run.steps()) >= 2)
-    worker = next(pid for pid, _ in run.events("made") if pid != run.process.pid)
-    killed = time.time()
+    worker, killed = next(pid for pid, _ in run.events("made") if pid != run.process.pid), time.time()
     os.kill(worker, signal.SIGKILL)
-    run.assert_ends(1, "was killed by signal 9", f"--resume {run.directory}", since=killed)
+    run.assert_ends(1, "died with exit code -9", f"--resume {run.directory}", since=killed)
     assert load(run.directory)["global_step"] == run.steps()[-1]
 
 
 @pytest.mark.parametrize("env", ["Healthy", "HangInStep"])
 def test_killed_parent_leaves_no_process(start, env):
-    run = start("--total-timesteps=64000000", env=env)
+    run = start(*ENDLESS, env=env)
     run.wait_until(lambda: run.steps() if env == "Healthy" else run.events("fault"))
     assert len(run.pids()) >= 4  # the parent, the fork server, two workers
     run.process.kill()
-    run.process.wait()
-    run.assert_nothing_is_left()
+    run.assert_ends(-signal.SIGKILL, traceback=None)
 
 
 # Signals
 
 
-@pytest.mark.parametrize(
-    "script, signum, whole_group",
-    [
-        ("ppo_mlp_gaussian", signal.SIGINT, False),
-        ("ppo_mlp_gaussian", signal.SIGINT, True),
-        ("ppo_mlp_gaussian", signal.SIGTERM, False),
-        ("ppo_mlp_gaussian", signal.SIGTERM, True),
-        ("ppo_interleaved_gru_beta", signal.SIGINT, True),
-        ("ppo_value_first", signal.SIGINT, True),
-        ("ppo_kl_adaptive", signal.SIGTERM, False),
-        ("ppo_lstm_atari", signal.SIGINT, True),
-    ],
-)
-def test_signal_saves_the_last_whole_iteration(start, script, signum, whole_group):
-    run = start("--checkpoint-interval=0", "--total-timesteps=64000000", script=script, env=healthy(script))
+@every
+@pytest.mark.parametrize("signum, whole_group", [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_signal_saves_the_last_whole_iteration(start, module, signum, whole_group):
+    run = start(*ENDLESS, module=module)
     run.wait_until(lambda: len(run.steps()) >= 2)
-    sent = time.time()
-    (os.killpg if whole_group else os.kill)(run.process.pid, signum)
-    words = [f"stopped by {signum.name}", f"--resume {run.directory}"]
-    run.assert_ends(128 + signum, *words, since=sent, limit=SIGNAL_LIMIT)
-    checkpoint = load(run.directory)
-    assert checkpoint["global_step"] == run.steps()[-1] == checkpoint["iteration"] * BATCH
-    assert_resumes(run.directory, importlib.import_module(script))
+    run.signal(signum, whole_group)
+    run.assert_stops(signum)
+    assert_resumes(run.directory, module)
 
 
 def test_signal_sent_twice_at_once_saves_too(start):
     """As timeout(1) does: once to the process and once to its group."""
-    run = start("--checkpoint-interval=0", "--total-timesteps=64000000")
+    run = start(*ENDLESS)
     run.wait_until(lambda: len(run.steps()) >= 2)
-    os.kill(run.process.pid, signal.SIGTERM)
+    run.signal(signal.SIGTERM, whole_group=False)
     time.sleep(0.005)
     with suppress(ProcessLookupError):
         os.killpg(run.process.pid, signal.SIGTERM)
-    run.assert_ends(143, "stopped by SIGTERM", f"--resume {run.directory}")
-    assert load(run.directory)["global_step"] == run.steps()[-1]
+    run.assert_stops(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("script", ["ppo_mlp_gaussian", "ppo_interleaved_gru_beta"])
-def test_signal_while_a_step_hangs_saves_the_last_whole_iteration(start, script):
-    run = start("--checkpoint-interval=0", "--total-timesteps=64000", env="HangInStep", script=script)
+@each_text
+def test_signal_while_a_step_hangs_saves_the_last_whole_iteration(start, module):
+    run = start(*ENDLESS, env="HangInStep", module=module)
     run.wait_until(lambda: run.events("fault"))
-    sent = time.time()
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.assert_ends(130, "stopped by SIGINT", f"--resume {run.directory}", since=sent, limit=SIGNAL_LIMIT)
-    assert load(run.directory)["global_step"] == run.steps()[-1] == 2 * BATCH
+    run.signal(signal.SIGINT)
+    run.assert_stops(signal.SIGINT, iterations=2)
 
 
 def test_second_interrupt_leaves_at_once(start):
-    run = start("--checkpoint-interval=0", "--total-timesteps=64000", env="HangInStep")
+    run = start(*ENDLESS, env="HangInStep")
     run.wait_until(lambda: run.events("fault"))
-    os.killpg(run.process.pid, signal.SIGINT)
+    run.signal(signal.SIGINT)
     time.sleep(1)  # the first one gives the worker that hangs two seconds to end
-    sent = time.time()
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.assert_ends(130, since=sent, limit=SIGNAL_LIMIT)
+    run.signal(signal.SIGINT)
+    run.assert_ends(130, since=run.sent, limit=BUSY)
     assert "stopped by" not in run.stderr.read_text() and not (run.directory / "checkpoint.pt").exists()
 
 
-def test_signal_in_a_slow_step_ends_the_run(start):
-    run = start(env="SlowStep")
-    run.wait_until(lambda: len(run.events("made")) == 5)
-    time.sleep(1)
-    sent = time.time()
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.assert_ends(130, "no iteration was finished", since=sent, limit=SIGNAL_LIMIT)
-    assert not (run.directory / "checkpoint.pt").exists()
-
-
-def test_interrupt_while_the_fork_server_imports_is_one_line(start):
-    run = start()
-    run.wait_until(lambda: run.events("made"))
+@each_text
+def test_signal_in_an_evaluation_ends_the_run(start, module):
+    run = start(*ENDLESS, "--eval-interval=1", "--eval-episodes=1000000", module=module)
+    run.wait_until(lambda: len(run.events("made")) == 1 + 4 + 4)
     time.sleep(0.5)
-    sent = time.time()
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.assert_ends(130, "no iteration was finished", since=sent, limit=SIGNAL_LIMIT)
+    run.signal(signal.SIGINT)
+    run.assert_stops(signal.SIGINT, iterations=1)
 
 
-def test_signal_while_environments_are_made_ends_the_run(start):
-    run = start("--num-envs=8", "--num-workers=8", env="HangInConstructor")
-    run.wait_until(lambda: len(run.events("made")) == 9)
-    sent = time.time()
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.assert_ends(130, "no iteration was finished", since=sent, limit=SIGNAL_LIMIT)
+@pytest.mark.parametrize(
+    "flags, env, made",
+    [
+        ([], "Healthy", 1),  # while the fork server imports
+        (["--num-envs=8", "--num-workers=8"], "HangInConstructor", 9),
+        ([], "SlowStep", 5),
+        ([], "ChildProcess", 5),
+    ],
+)
+def test_signal_in_the_first_iteration_ends_the_run(start, flags, env, made):
+    run = start(*ENDLESS, "--num-steps=4096", *flags, env=env)
+    run.wait_until(lambda: len(run.events("made")) == made)
+    time.sleep(0.5)
+    run.signal(signal.SIGINT)
+    run.assert_stops(signal.SIGINT, iterations=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ppo_mlp_gaussian", "ppo_interleaved_gru_beta"])
+@scripts(base, flagship)
 @pytest.mark.parametrize("seconds", [2, 4, 6])
-def test_signal_while_the_update_is_compiled_ends_the_run(start, tmp_path, script, seconds):
-    run = start("--compile", script=script, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+def test_signal_while_the_update_is_compiled_ends_the_run(start, tmp_path, module, seconds):
+    run = start("--compile", module=module, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     run.wait_until(lambda: len(run.events("made")) == 5)
     time.sleep(seconds)
     assert run.steps() == []
-    sent = time.time()
-    os.killpg(run.process.pid, signal.SIGINT)
-    run.assert_ends(130, "stopped by SIGINT", "no iteration was finished", since=sent, limit=SIGNAL_LIMIT)
+    run.signal(signal.SIGINT)
+    run.assert_stops(signal.SIGINT, iterations=0)
+
+
+SPACES = types.SimpleNamespace(single_observation_space=FLOATS, single_action_space=FLOATS)
+
+
+def play(args):
+    """A run as `train` makes one, of a model whose only parameter counts the iterations."""
+    model, metrics = torch.nn.Linear(1, 1, bias=False), {"losses/value_loss": torch.tensor(1.0)}
+    torch.nn.init.zeros_(model.weight)
+    with base.Run(args) as run:
+        run.begin(SPACES, model=model)
+        while run.global_step < run.budget:
+            run.step(BATCH, [(0, 1.0, 1)])
+            model.weight.data += 1
+            run.end_iteration(metrics, time.perf_counter() - 2, time.perf_counter() - 1)
+        run.finish([], [])
+
+
+@pytest.mark.parametrize("function", "begin _take_snapshot end_iteration _write finish".split())
+@pytest.mark.parametrize("begin", ["fresh", "resumed"])
+def test_signal_at_whatever_line_of_a_run_leaves_a_whole_checkpoint(tmp_path, function, begin):
+    play(small_args(base, tmp_path / "before", 2, checkpoint_interval=0))
+    keys, sent, code = load(tmp_path / "before").keys(), None, getattr(base.Run, function).__code__
+
+    def trace(frame, event, _):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+        return trace if frame.f_code is code else None
+
+    for line in itertools.count(1):
+        directory, left = tmp_path / str(line), line
+        args = small_args(base, directory, 2, checkpoint_interval=0)
+        if begin == "resumed":
+            shutil.copytree(tmp_path / "before", directory)
+            args = resume_args(base, directory, total_timesteps=4 * BATCH)
+        sys.settrace(trace)
+        try:
+            play(args)
+        except SystemExit as stopped:
+            sent = stopped.code
+        finally:
+            sys.settrace(None)
+        if left > 0:
+            break
+        assert sent == 130
+        if begin == "resumed" or (directory / "checkpoint.pt").exists():
+            checkpoint = load(directory)
+            assert checkpoint.keys() == keys
+            counts = checkpoint["global_step"] / BATCH, checkpoint["iteration"], checkpoint["model"]["weight"].item()
+            assert len(set(counts)) == 1 and counts[0] >= (2 if begin == "resumed" else 1)
+    assert line > 3  # it has been there
 
 
 # Checkpoints
@@ -375,7 +525,7 @@ def killing_replace(source, target):
 
 if __name__ == "__main__":
     WHERE
-    script.train(script.parse_args(script.Args))
+    script.train(script.parse_args(script.Args()))
 """
 
 
@@ -389,266 +539,273 @@ def test_kill_while_a_checkpoint_is_written_leaves_the_one_before(start, tmp_pat
     assert_resumes(run.directory)
 
 
-def test_damaged_checkpoint_is_one_line(start, run_copy):
+@pytest.mark.parametrize("content", ["half", "text", "empty", "pickle", "list", "other dict", "none", "nowhere"])
+def test_what_is_no_checkpoint_is_one_line(monkeypatch, run_copy, content):
+    file = run_copy / "checkpoint.pt"
+    if content in ("half", "text", "empty"):
+        file.write_bytes({"half": file.read_bytes()[:5000], "text": b"hello\n", "empty": b""}[content])
+    if content in ("pickle", "list", "other dict"):
+        other = {"pickle": {"args": Path("/"), "model": {}}, "list": [1, 2], "other dict": {"args": {}}}
+        torch.save(other[content], file)
+    if content in ("none", "nowhere"):
+        file.unlink() if content == "none" else shutil.rmtree(run_copy)
+    message = one_line(parse, monkeypatch, base, "--resume", run_copy)
+    assert_words(message, f"--resume {run_copy}", "no whole checkpoint")
+    assert ("a run's first is saved when an iteration has ended" in message) == (content in ("none", "nowhere"))
+
+
+def test_half_a_checkpoint_is_one_line_of_the_script_too(start, run_copy):
     checkpoint = run_copy / "checkpoint.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
-    start(f"--resume={run_copy}", env=None, small=False).assert_ends(1, str(run_copy), "damaged")
+    start(f"--resume={run_copy}", sizes=False, run_dir=False).assert_ends(1, str(run_copy), "no whole checkpoint")
 
 
-@pytest.mark.parametrize("content", ["text", "empty", "pickle", "list", "other dict"])
-def test_foreign_file_as_checkpoint_is_one_line(monkeypatch, tmp_path, content):
-    file = tmp_path / "checkpoint.pt"
-    file.write_text("" if content == "empty" else "hello\n")
-    if content == "pickle":
-        torch.save({"script": base.__name__, "args": Path("/"), "model": {}}, file)
-    if content == "list":
-        torch.save([1, 2], file)
-    if content == "other dict":
-        torch.save({"script": base.__name__, "args": {}}, file)
-    assert f"{file} is damaged or no checkpoint" in one_line(parse, monkeypatch, base, "--resume", tmp_path)
+@scripts(base, value_first, adaptive)
+def test_what_does_not_fit_is_one_line_and_changes_nothing(monkeypatch, finished, module):
+    directory = finished(module)
+    before = contents(directory)
+    for flags in (["--no-norm-obs"], ["--env-id", "Pendulum-v1"], ["--env-id", "misbehaving:MatrixObservation-v0"]):
+        args = parse(monkeypatch, module, "--resume", directory, "--total-timesteps", 8 * BATCH, *flags)
+        assert_words(one_line(module.train, args), f"--resume {directory}", "does not fit this script and its flags")
+    args = parse(monkeypatch, flagship, "--resume", directory, "--total-timesteps", 8 * BATCH)
+    assert_words(one_line(flagship.train, args), f"--resume {directory}", "does not fit this script and its flags")
+    assert contents(directory) == before
 
 
-def test_checkpoint_of_another_script_is_named(monkeypatch, finished_run):
-    message = one_line(parse, monkeypatch, flagship, "--resume", finished_run)
-    assert "ppo_mlp_gaussian.py" in message and "ppo_interleaved_gru_beta.py" in message
+@every
+def test_every_flag_may_be_given_anew_and_what_follows_is_said(monkeypatch, tmp_path, finished, capsys, module):
+    directory = shutil.copytree(finished(module), tmp_path / "copy")
+    flags = {"learning_rate": 1e-3, "total_timesteps": 5 * BATCH, "gamma": 0.9, "num_steps": 32, "seed": 2}
+    flags |= {"num_workers": 1, "eval_episodes": 1, "env_id": small_args(module, "", env="Counting").env_id}
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
+    args = parse(monkeypatch, module, "--resume", directory, *itertools.chain(*pairs))
+    old = load(directory)["args"]
+    capsys.readouterr()
+    result = module.train(args)
+    assert (result["global_step"], result["iterations"], len(result["eval_returns"])) == (5 * BATCH, 4, 1)
+    changed = {name: [old[name], value] for name, value in flags.items()}
+    first, second = load(directory)["starts"]
+    assert (second["global_step"], second["changed"]) == (3 * BATCH, changed) and first["changed"] == {}
+    output = capsys.readouterr().out
+    assert_words(output, *(f"{name} was {old[name[2:].replace('-', '_')]}, is {value}" for name, value in pairs))
+    was, now = (x.learning_rate * module.annealing(x, 3 * BATCH) for x in (types.SimpleNamespace(**old), args))
+    assert f"the learning rate was {was:.3g}, is {now:.3g}" in output
+    if old["anneal_lr"]:  # it was at its end
+        assert was == 0 and now == pytest.approx(1e-3 * 2 / 5)
 
 
-def test_checkpoint_of_another_version_names_the_flags(monkeypatch, run_copy):
-    checkpoint = load(run_copy)
-    checkpoint["args"]["old_flag"] = checkpoint["args"].pop("gamma")
-    torch.save(checkpoint, run_copy / "checkpoint.pt")
-    message = one_line(parse, monkeypatch, base, "--resume", run_copy)
-    assert "gamma" in message and "old_flag" in message
+@every
+def test_changed_copy_goes_on_with_the_runs_of_the_original_and_it_with_them(monkeypatch, tmp_path, finished, module):
+    directory = shutil.copytree(finished(module), tmp_path / "copy")
+    field = '@dataclass\nclass Args:\n    new_flag: float = 0.5\n    """a new one"""\n'
+    text = Path(module.__file__).read_text().replace("@dataclass\nclass Args:\n", field)
+    (tmp_path / f"my_{module.__name__}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module(f"my_{module.__name__}")
+    flags = "--resume", directory, "--total-timesteps"
+    result = mine.train(parse(monkeypatch, mine, *flags, 4 * BATCH, "--new-flag", 0.7))
+    assert (result["script"], result["iterations"], result["args"]["new_flag"]) == (f"my_{module.__name__}", 4, 0.7)
+    assert parse(monkeypatch, mine, *flags, 5 * BATCH).new_flag == 0.7
+    result = module.train(parse(monkeypatch, module, *flags, 5 * BATCH))
+    assert (result["script"], result["iterations"]) == (module.__name__, 5)
+    assert [list(start["changed"]) for start in result["starts"]] == [[], ["total_timesteps"], ["total_timesteps"]]
 
 
-def test_checkpoint_of_other_shapes_is_one_line(run_copy):
-    checkpoint = load(run_copy)
-    checkpoint["args"]["env_id"] = "Pendulum-v1"
-    torch.save(checkpoint, run_copy / "checkpoint.pt")
-    args = base.Args(**checkpoint["args"] | {"resume": str(run_copy), "run_dir": None})
-    assert "shapes [[3, 0], [2, 0]], not [[3, 0], [1, 0]]" in one_line(base.train, args)
-
-
-@pytest.mark.parametrize("what", ["nowhere", "empty directory"])
-def test_resume_of_nothing_is_one_line(monkeypatch, tmp_path, what):
-    path = tmp_path if what == "empty directory" else tmp_path / "nowhere"
-    assert str(path) in one_line(parse, monkeypatch, base, "--resume", path)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [["--gamma", "0.9"], ["--env-id", "Pendulum-v1"], ["--seed", "2"], ["--num-envs", "8"], ["--no-norm-obs"]],
-    ids=" ".join,
-)
-def test_resume_with_a_changed_flag_names_it(monkeypatch, finished_run, flags):
-    before = {file: file.read_bytes() for file in finished_run.iterdir()}
-    message = one_line(base.train, parse(monkeypatch, base, "--resume", finished_run, *flags))
-    assert flags[0].replace("--no-", "--") in message and "can't change" in message
-    assert {file: file.read_bytes() for file in finished_run.iterdir()} == before
-
-
-def test_resume_with_flags_that_may_change(monkeypatch, run_copy):
-    flags = ["--total-timesteps", 4 * BATCH, "--num-workers", 1, "--checkpoint-interval", 1, "--eval-episodes", 1]
-    result = base.train(parse(monkeypatch, base, "--resume", run_copy, *flags))
-    assert result["global_step"] == 4 * BATCH and len(result["eval_returns"]) == 1
-
-
-def test_resume_with_a_budget_that_is_used_up_or_elsewhere_is_one_line(monkeypatch, finished_run, tmp_path):
-    args = parse(monkeypatch, base, "--resume", finished_run, "--total-timesteps", BATCH)
-    assert f"--total-timesteps {BATCH}" in one_line(base.train, args)
-    args = parse(monkeypatch, base, "--resume", finished_run, "--run-dir", tmp_path / "elsewhere")
+def test_run_directory_that_can_not_be_used_is_one_line_and_not_touched(monkeypatch, finished, tmp_path):
+    before = contents(finished(base))
+    message = one_line(base.train, small_args(base, finished(base)))
+    assert_words(message, f"--run-dir {finished(base)} holds a run", f"--resume {finished(base)}")
+    args = parse(monkeypatch, base, "--resume", finished(base), "--run-dir", tmp_path / "elsewhere")
     assert f"--run-dir {tmp_path / 'elsewhere'}" in one_line(base.train, args)
-    assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.parametrize("module", [base, flagship, recurrent])
-def test_policy_can_not_be_trained_on(module, tmp_path):
-    module.train(small_args(module, tmp_path / "run"))
-    policy = tmp_path / "run" / "policy.pt"
-    saved = load(tmp_path / "run", "policy.pt")["args"]
-    args = module.Args(**saved | {"resume": str(policy), "run_dir": None, "total_timesteps": 5 * BATCH})
-    message = one_line(module.train, args)
-    assert str(policy) in message and "--total-timesteps 0" in message and "checkpoint.pt" in message
-
-
-def test_run_directory_that_holds_a_run_is_not_touched(finished_run):
-    before = {file: file.read_bytes() for file in finished_run.iterdir()}
-    message = one_line(base.train, small_args(base, finished_run))
-    assert f"--run-dir {finished_run} holds a run" in message and f"--resume {finished_run}" in message
-    assert {file: file.read_bytes() for file in finished_run.iterdir()} == before
-
-
-def test_run_directory_that_can_not_be_made_is_one_line(tmp_path):
+    assert contents(finished(base)) == before and list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    assert f"--run-dir {tmp_path / 'file' / 'run'}" in one_line(base.train, small_args(base, tmp_path / "file" / "run"))
+    assert str(tmp_path / "file" / "run") in one_line(base.train, small_args(base, tmp_path / "file" / "run"))
+
+
+@pytest.mark.parametrize("flag", ["exp_name", "run_dir", "resume"])
+def test_name_that_is_too_long_is_one_line(monkeypatch, tmp_path, flag):
+    monkeypatch.chdir(tmp_path)
+    args = small_args(base, "", **{"run_dir": None, flag: "x" * 300})
+    assert_words(one_line(base.train, args), "x" * 300, "OSError")
+
+
+def test_checkpoint_is_written_before_the_curves(monkeypatch, tmp_path):
+    saved = []
+    monkeypatch.setattr(base.SummaryWriter, "flush", lambda writer: saved.append(load(tmp_path / "run")["iteration"]))
+    play(small_args(base, tmp_path / "run", checkpoint_interval=1))
+    assert saved[:3] == [1, 2, 3]
+
+
+FULL = """
+import errno, itertools, os
+from tensorboard.summary.writer.record_writer import RecordWriter
+import ppo_mlp_gaussian as script
+
+left, write = itertools.count(), RecordWriter.write
+
+def full_write(*inputs):
+    if next(left) >= COUNT:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write(*inputs)
+
+if __name__ == "__main__":
+    RecordWriter.write = full_write
+    script.train(script.parse_args(script.Args()))
+"""
+
+
+@pytest.mark.parametrize("count", [0, 70])
+def test_curves_that_can_not_be_written_cost_no_checkpoint(start, tmp_path, count):
+    file = tmp_path / "full.py"
+    file.write_text(FULL.replace("COUNT", str(count)))
+    run = start("--total-timesteps=640000", "--checkpoint-interval=1", file=file)
+    run.assert_ends(1, "No space left on device", *([f"--resume {run.directory}"] if count else []))
+    if count:
+        assert_resumes(run.directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_full_disk_is_one_line_and_leaves_a_whole_checkpoint(start, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("can't mount a file system")
+    try:
+        run = start(f"--run-dir={disk / 'run'}", "--total-timesteps=640000", "--checkpoint-interval=5", run_dir=False)
+        run.assert_ends(1, "No space left on device", f"--resume {disk / 'run'}")
+        shutil.copytree(disk / "run", tmp_path / "elsewhere")
+    finally:
+        subprocess.run(["umount", "-l", disk])
+    assert_resumes(tmp_path / "elsewhere")
 
 
 # Divergence
 
 
-@pytest.mark.parametrize(
-    "module, change",
-    [
-        *((module, {"env_id": "misbehaving:EnormousRewards-v0"}) for module in (base, flagship, comb, value_first)),
-        *((module, {"learning_rate": 1e30}) for module in (base, flagship, comb, value_first, recurrent)),
-    ],
-    ids=lambda x: str(x) if isinstance(x, dict) else None,
-)
+@every
+@pytest.mark.parametrize("change", [{"env": "EnormousRewards"}, {"learning_rate": 1e30}], ids=str)
 def test_divergence_keeps_the_last_good_checkpoint(module, change, tmp_path):
+    if module is recurrent and "env" in change or module is adaptive:
+        pytest.skip("rewards are clipped, or the learning rate adapts")
     directory = tmp_path / "run"
-    args = small_args(module, directory, norm_reward=False, num_minibatches=1, total_timesteps=640, **change)
-    message = one_line(module.train, args)
-    assert "diverged at step" in message and "--learning-rate" in message and str(directory) in message
+    args = small_args(module, directory, 10, norm_reward=False, num_minibatches=1, update_epochs=1, **change)
+    assert_words(one_line(module.train, args), "diverged at step", "--learning-rate")
     result, checkpoint = json.loads((directory / "result.json").read_text()), load(directory)
     assert result["status"] == "diverged"
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
     assert checkpoint["iteration"] == result["iterations"] >= 1
-    if "env_id" in change:
+    if "env" in change:
         assert checkpoint["iteration"] == 2
         assert_resumes(directory, module)
 
 
-def test_divergence_in_the_first_iteration_names_no_checkpoint(start):
-    run = start("--no-norm-reward", env="EnormousRewardsAtOnce")
-    run.assert_ends(1, "diverged at step 64", "--learning-rate")
-    assert json.loads((run.directory / "result.json").read_text())["status"] == "diverged"
-    assert not (run.directory / "checkpoint.pt").exists() and "checkpoint.pt" not in run.stderr.read_text()
-    args = small_args(base, run.directory, learning_rate=1e-4)  # it may be tried again in the same directory
-    assert base.train(args)["status"] == "finished"
+def test_divergence_in_the_first_iteration_names_no_checkpoint(tmp_path):
+    args = small_args(base, tmp_path / "run", env="EnormousRewardsAtOnce", norm_reward=False)
+    message = one_line(base.train, args)
+    assert_words(message, "diverged at step 64", "--learning-rate")
+    assert "saved" not in message and not (tmp_path / "run" / "checkpoint.pt").exists()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "diverged"
+    assert base.train(small_args(base, tmp_path / "run"))["status"] == "finished"  # there it may be tried again
 
 
 def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
-    directory = tmp_path / "run"
-    args = small_args(base, directory, total_timesteps=640, env_id="misbehaving:LargestRewards-v0")
     with suppress(SystemExit):
-        base.train(args)
-    assert all(tensor.isfinite().all() for tensor in load(directory)["return_norm"].values())
+        base.train(small_args(base, tmp_path / "run", 10, "LargestRewards"))
+    assert all(tensor.isfinite().all() for tensor in load(tmp_path / "run")["return_norm"].values())
 
 
 # Spaces, ids, sizes, flags, and what is not installed
 
 
 @pytest.mark.parametrize(
-    "module, env, words",
+    "env, words, modules",
     [
-        (base, "DictObservation", ["observation", "Dict"]),
-        (base, "DiscreteAction", ["action", "Discrete(3)"]),
-        (flagship, "DictObservation", ["observation", "Dict"]),
-        (adaptive, "DictObservation", ["observation", "Dict"]),
-        (flagship, "InfiniteBounds", ["action", "finite", "inf"]),
-        (flagship, "EqualBounds", ["action", "low < high"]),
-        (comb, "DiscreteAction", ["action", "Discrete(3)"]),
-        (comb, "InfiniteBounds", ["finite action bounds", "inf"]),
-        (comb, "EqualBounds", ["action bounds", "low < high"]),
-        (value_first, "DictObservation", ["observation", "Dict"]),
-        (value_first, "BinaryActions", ["action", "MultiBinary(2)", "Discrete"]),
-        *((module, "WholeNumberActions", ["action", "int64", "floats"]) for module in CONTINUOUS),
+        ("DiscreteAction", ["action", "Discrete(3)"], [base, flagship, comb, adaptive]),
+        ("BinaryActions", ["action", "MultiBinary(2)"], CONTINUOUS),
+        ("WholeNumberActions", ["action", "int64", "floats"], CONTINUOUS),
+        ("InfiniteBounds", ["action", "finite", "inf"], [flagship, comb]),
+        ("EqualBounds", ["action", "low < high"], [flagship, comb]),
+        ("ImageObservation", ["(8, 8, 3)", "ppo_lstm_atari.py"], CONTINUOUS),
+        ("EmptyObservation", ["(0,)"], SCRIPTS.values()),
+        ("ListObservation", ["Sequence"], SCRIPTS.values()),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_spaces_that_the_script_can_not_drive_are_named(tmp_path, module, env, words):
-    message = one_line(module.train, small_args(module, tmp_path / "run", env_id=f"misbehaving:{env}-v0"))
-    assert [word for word in [f"misbehaving:{env}-v0", *words] if word not in message] == []
+@every
+def test_spaces_that_the_script_can_not_drive_are_named(tmp_path, module, env, words, modules):
+    if module not in modules:
+        pytest.skip("it can")
+    args = small_args(module, tmp_path / "run", env=env)
+    assert_words(one_line(module.train, args), args.env_id, *words)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("module", [base, flagship, value_first, adaptive, recurrent, comb])
-def test_whole_numbers_as_observations_train_without_normalisation_too(module, tmp_path):
-    env_id = f"misbehaving:{'Discrete' if module is recurrent else ''}ByteObservation-v0"
-    for norm_obs in (False, True):
-        changes = {"norm_obs": norm_obs, "eval_episodes": 2, "num_workers": 1}
-        changes |= {"preset": "paper"} if module is adaptive else {}  # the post's time feature makes floats of them
-        args = small_args(module, tmp_path / str(norm_obs), env_id=env_id, **changes)
-        assert module.train(args)["status"] == "finished"
-
-
 def test_infinite_action_bounds_are_fine_for_a_gaussian_unless_it_needs_them(tmp_path):
-    args = small_args(base, tmp_path / "run", env_id="misbehaving:InfiniteBounds-v0")
-    assert base.train(args)["status"] == "finished"
+    assert base.train(small_args(base, tmp_path / "run", env="InfiniteBounds"))["status"] == "finished"
     for change in ({"scale_actions": True}, {"fixed_std": 0.05}):
-        message = one_line(base.train, replace(args, run_dir=str(tmp_path / "other"), **change))
-        assert "finite action bounds" in message and "--scale-actions and --fixed-std" in message
+        message = one_line(base.train, small_args(base, tmp_path / "other", env="InfiniteBounds", **change))
+        assert_words(message, "finite action bounds", "--scale-actions and --fixed-std")
 
 
-@pytest.mark.parametrize("script", ["ppo_mlp_gaussian", "ppo_interleaved_gru_beta"])
-def test_unknown_id_is_one_line(start, script):
-    run = start("--env-id=HalfCheeta-v5", env=None, small=False, script=script)
+@scripts(base, flagship)
+def test_unknown_id_is_one_line(start, module):
+    run = start("--env-id=HalfCheeta-v5", sizes=False, module=module)
     run.assert_ends(1, "--env-id HalfCheeta-v5", "HalfCheetah")
     assert not run.directory.exists()
 
 
-@pytest.mark.parametrize("env_id", ["no_such_module:X-v0", "misbehaving:NoSuch-v0", "Pendulum-v99", "a:b:c", "?", ""])
-def test_every_kind_of_unknown_id_is_one_line(tmp_path, env_id):
-    assert f"--env-id {env_id}" in one_line(base.train, small_args(base, tmp_path / "run", env_id=env_id))
+@every
+@pytest.mark.parametrize(
+    "env_id",
+    ["no_such_module:X-v0", "misbehaving:NoSuch-v0", "Pendulum-v99", "?", "", "a:b:c"],
+)
+def test_every_kind_of_unknown_id_is_one_line(tmp_path, module, env_id):
+    assert f"--env-id {env_id}" in one_line(module.train, small_args(module, tmp_path / "run", env_id=env_id))
 
 
 def test_missing_humanoid_bench_is_one_line(start, tmp_path):
     package = tmp_path / "stub" / "humanoid_bench"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('no module of that name here')\n")
-    run = start("--env-id=h1hand-walk-v0", env=None, small=False, PYTHONPATH=[str(package.parent)])
+    run = start("--env-id=h1hand-walk-v0", sizes=False, module=flagship, PYTHONPATH=[str(package.parent)])
     run.assert_ends(1, "--env-id h1hand-walk-v0", "HumanoidBench", "install")
 
 
+IMPOSSIBLE = {  # a flag, a value, and more words of the line that names both
+    "base": """
+        num_envs 0 | num_steps -16 | num_steps 0 | num_minibatches 0 | update_epochs 0 | num_workers -1 | seed -1
+        checkpoint_interval -1 | eval_episodes -1 | seed 18446744073709551616 | fixed_std 0.0 bounds
+        num_minibatches 3 64 equal parts | num_minibatches 64 2 or more | num_minibatches 128 | total_timesteps 63 64
+        total_timesteps -1 | total_timesteps 0 --resume | capture_video True --eval-episodes | gamma 1.5 from 0 to 1
+        gae_lambda nan from 0 to 1 | learning_rate -1.0 from 0 | clip_coef -0.1 | max_grad_norm -0.5""",
+    "adaptive": "value_learning_rate -1.0 | num_steps -1 | num_minibatches 3 64 equal parts",
+    "flagship": """
+        num_envs 0 | window 0 | hidden_size 0 | stall_steps -1 | init_std 0.6 | init_std 0.0
+        beta_head beta mode, alpha | preset Paper default, paper""",
+    "comb": "num_teeth 1 | density quadratic linear as-coded",
+    "value-first": """
+        order policy-first joint, phases, value-first | critic vector scalar, support | support_atoms 1
+        support_min 110.0 --support-max 110.0""",
+}
+
+
 @pytest.mark.parametrize(
-    "module, changes, words",
-    [
-        (base, {"num_envs": 0}, ["--num-envs 0"]),
-        (base, {"num_steps": -16}, ["--num-steps -16"]),
-        (base, {"num_minibatches": 0}, ["--num-minibatches 0"]),
-        (base, {"update_epochs": 0}, ["--update-epochs 0"]),
-        (base, {"num_workers": -1}, ["--num-workers -1"]),
-        (base, {"checkpoint_interval": -1}, ["--checkpoint-interval -1"]),
-        (base, {"eval_episodes": -1}, ["--eval-episodes -1"]),
-        (base, {"seed": -1}, ["--seed -1"]),
-        (base, {"fixed_std": 0.0}, ["--fixed-std 0.0"]),
-        (base, {"num_minibatches": 3}, ["--num-minibatches 3", "64", "equal parts"]),
-        (base, {"num_minibatches": 64}, ["--num-minibatches 64", "2 or more"]),
-        (base, {"num_minibatches": 128}, ["--num-minibatches 128"]),
-        (base, {"total_timesteps": 63}, ["--total-timesteps 63", "64"]),
-        (base, {"total_timesteps": -1}, ["--total-timesteps -1"]),
-        (base, {"total_timesteps": 0}, ["--total-timesteps 0", "--resume"]),
-        (base, {"eval_interval": 1}, ["--eval-interval", "--eval-episodes"]),
-        (base, {"capture_video": True}, ["--capture-video", "--eval-episodes"]),
-        (base, {"seed": 2**64}, [f"--seed {2**64}"]),
-        (base, {"gamma": 1.5}, ["--gamma 1.5", "from 0 to 1"]),
-        (base, {"gae_lambda": float("nan")}, ["--gae-lambda nan", "from 0 to 1"]),
-        (base, {"learning_rate": -1.0}, ["--learning-rate -1.0", "at least 0"]),
-        (base, {"critic_learning_rate": -1.0}, ["--critic-learning-rate -1.0"]),
-        (adaptive, {"value_learning_rate": -1.0}, ["--value-learning-rate -1.0"]),
-        (base, {"clip_coef": -0.1}, ["--clip-coef -0.1"]),
-        (base, {"max_grad_norm": -0.5}, ["--max-grad-norm -0.5"]),
-        (flagship, {"num_envs": 0}, ["--num-envs 0"]),
-        (base, {"num_steps": 0}, ["--num-steps 0"]),
-        (adaptive, {"num_steps": -1}, ["--num-steps -1"]),
-        (adaptive, {"num_minibatches": 3}, ["--num-minibatches 3", "64", "equal parts"]),
-        (flagship, {"window": 0}, ["--window 0"]),
-        (flagship, {"hidden_size": 0}, ["--hidden-size 0"]),
-        (flagship, {"stall_steps": -1}, ["--stall-steps -1"]),
-        (flagship, {"init_std": 0.6}, ["--init-std 0.6"]),
-        (flagship, {"init_std": 0.0}, ["--init-std 0.0"]),
-        (flagship, {"beta_head": "beta"}, ["--beta-head beta", "mode, alpha"]),
-        (flagship, {"preset": "Paper"}, ["--preset Paper", "default, paper"]),
-        (comb, {"num_envs": 0}, ["--num-envs 0"]),
-        (comb, {"num_teeth": 1}, ["--num-teeth 1"]),
-        (comb, {"density": "quadratic"}, ["--density quadratic", "linear", "as-coded"]),
-        (value_first, {"num_envs": 0}, ["--num-envs 0"]),
-        (value_first, {"order": "policy-first"}, ["--order policy-first", "joint, phases, value-first"]),
-        (value_first, {"critic": "vector"}, ["--critic vector", "scalar, support"]),
-        (value_first, {"support_atoms": 1}, ["--support-atoms 1"]),
-        (value_first, {"support_min": 110.0}, ["--support-min 110.0", "--support-max 110.0"]),
-    ],
-    ids=str,
+    "name, line", [(name, x.strip()) for name, x in IMPOSSIBLE.items() for x in re.split(r"[|\n]", x) if x.strip()]
 )
-def test_impossible_sizes_are_named(tmp_path, module, changes, words):
-    message = one_line(module.train, small_args(module, tmp_path / "run", **changes))
-    assert [word for word in words if word not in message] == []
+def test_impossible_sizes_are_named(tmp_path, name, line):
+    (flag, value, *words), module = line.split(), SCRIPTS[name]
+    kind = type(getattr(module.Args(), flag))
+    args = small_args(module, tmp_path / "run", **{flag: value if kind is str else eval(value, {"nan": np.nan})})
+    shown = [f"--{flag.replace('_', '-')}", *([] if value == "True" else [value])]
+    assert_words(one_line(module.train, args), *shown, *words)
     assert not (tmp_path / "run").exists()
 
 
-def test_budget_that_whole_iterations_do_not_use_up_is_printed(tmp_path, capsys):
-    result = base.train(small_args(base, tmp_path / "run", total_timesteps=2 * BATCH + 10))
+@every
+def test_budget_that_whole_iterations_do_not_use_up_is_printed(tmp_path, capsys, module):
+    result = module.train(small_args(module, tmp_path / "run", total_timesteps=2 * BATCH + 10))
     assert result["global_step"] == 2 * BATCH
-    assert "last 10 of 138 steps" in capsys.readouterr().out
+    assert "up to step 128 of 138" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_runs_of_one_name_have_a_directory_each(start, tmp_path):
@@ -662,37 +819,30 @@ def test_runs_of_one_name_have_a_directory_each(start, tmp_path):
     assert all(re.fullmatch(r"misbehaving-Healthy-v0__ppo_mlp_gaussian__1__\d+", x.name) for x in directories)
 
 
-def test_second_run_of_one_name_waits_for_a_second_of_its_own(tmp_path, monkeypatch):
+def test_second_run_of_one_name_and_second_takes_the_next_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    now = iter([1000, 1000, 1001])
-    monkeypatch.setattr(base.time, "time", lambda: next(now, 2000))
-    monkeypatch.setattr(base.time, "sleep", lambda seconds: None)
-    for _ in range(2):
-        run = base.Run(base.Args(**SMALL | {"total_timesteps": BATCH}))
-        run._open_directory()
-        os.close(run.lock)
-    names = sorted(path.name for path in Path("runs").iterdir())
-    assert names == ["HalfCheetah-v5__ppo_mlp_gaussian__1__1000", "HalfCheetah-v5__ppo_mlp_gaussian__1__1001"]
+    monkeypatch.setattr(base.time, "time", lambda: 1000.0)
+    with base.Run(base.Args()) as one, base.Run(base.Args()) as two:
+        for run in (one, two):
+            run.begin(SPACES, model=torch.nn.Linear(1, 1))
+    assert [run.directory.name.split("__")[-1] for run in (one, two)] == ["1000", "1001"]
 
 
 @pytest.mark.parametrize("begin", ["fresh", "resumed"])
 def test_directory_in_which_another_process_works_is_left_alone(start, tmp_path, run_copy, begin):
-    flags = {"fresh": [f"--run-dir={tmp_path / 'shared'}"], "resumed": [f"--resume={run_copy}"]}[begin]
-    more = ["--total-timesteps=64000000", "--checkpoint-interval=0"]
-    first = start(*flags, *more, run_dir=False)
+    directory = tmp_path / "shared" if begin == "fresh" else run_copy
+    flags = [f"--run-dir={directory}" if begin == "fresh" else f"--resume={directory}", *ENDLESS]
+    first = start(*flags, run_dir=False)
     first.wait_until(lambda: first.steps())
-    second = start(*flags, *more, run_dir=False)
-    directory = {"fresh": tmp_path / "shared", "resumed": run_copy}[begin]
-    second.assert_ends(1, str(directory), "another process works at this run")
-    sent = time.time()
-    os.kill(first.process.pid, signal.SIGINT)
-    first.assert_ends(130, f"--resume {directory}", since=sent, limit=SIGNAL_LIMIT)
+    start(*flags, run_dir=False).assert_ends(1, str(directory), "another process works at this run")
+    first.signal(signal.SIGINT)
+    first.assert_ends(130, f"--resume {directory}", since=first.sent, limit=SIGNAL_LIMIT)
     assert load(directory)["global_step"] == first.steps()[-1]
     assert len(list(directory.glob("events.out.*"))) == (1 if begin == "fresh" else 2)
 
 
+@every
 @pytest.mark.parametrize("flags", [["--no-such-flag", "1"], ["--num-envs", "four"], ["--resume"]], ids=" ".join)
-@pytest.mark.parametrize("module", [base, flagship])
 def test_unknown_flag_or_value_exits_with_2(monkeypatch, capsys, module, flags):
     with pytest.raises(SystemExit) as caught:
         parse(monkeypatch, module, *flags)
@@ -701,26 +851,36 @@ def test_unknown_flag_or_value_exits_with_2(monkeypatch, capsys, module, flags):
 
 
 def test_video_without_rendering_is_one_line(start):
-    flags = ["--env-id=InvertedPendulum-v5", "--capture-video", "--eval-episodes=1"]
-    run = start(*flags, env=None, MUJOCO_GL="disabled")
+    run = start("--env-id=InvertedPendulum-v5", "--capture-video", "--eval-episodes=1", MUJOCO_GL="disabled")
     # Gymnasium's viewer, half made, complains as it is thrown away.
-    run.assert_ends(1, "--capture-video", "MUJOCO_GL=egl", "libosmesa6", traceback=None)
-    assert not run.directory.exists()
+    run.assert_ends(1, "MUJOCO_GL=egl", "libosmesa6", traceback=None)
 
 
 @pytest.mark.filterwarnings("ignore:.*render_mode")
-@pytest.mark.parametrize("module", [base, flagship, value_first, adaptive, recurrent, comb])
-def test_video_of_an_environment_that_draws_nothing_is_one_line(module):
-    message = one_line(module.check_video, f"misbehaving:{healthy(module.__name__)}-v0")
-    assert message.startswith("--capture-video: ")
+@every
+def test_video_of_an_environment_that_draws_nothing_is_one_line(module, tmp_path):
+    message = one_line(module.train, small_args(module, tmp_path / "run", capture_video=True, eval_episodes=1))
+    assert_words(message, small_args(module, "").env_id, "MUJOCO_GL")
 
 
 def test_compiling_without_a_compiler_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent")
     message = one_line(base.train, small_args(base, tmp_path / "run", compile=True))
-    assert "--compile" in message and "/nonexistent" in message and "CXX" in message
+    assert_words(message, "--compile", "C++", "CXX")
 
 
 def test_tracking_without_wandb_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "pip install wandb" in one_line(base.train, small_args(base, tmp_path / "run", track=True))
+    assert "wandb" in one_line(base.train, small_args(base, tmp_path / "run", track=True))
+
+
+@every
+def test_resumed_run_goes_on_with_its_curves_at_weights_and_biases(tmp_path, monkeypatch, module):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: calls.append(given)))
+    for name in ("one", "two"):
+        module.train(small_args(module, tmp_path / name, 1, track=True))
+    module.train(resume_args(module, tmp_path / "one", total_timesteps=2 * BATCH))
+    first, other, resumed = calls
+    assert resumed["id"] == first["id"] != other["id"]
+    assert all(call["resume"] == "allow" and call["sync_tensorboard"] for call in calls)

@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import load, resume_args, small_args
 from test_math import slow_gae
 from torch.utils.tensorboard import SummaryWriter
 
@@ -37,19 +38,26 @@ def random_batch(policy, size=512):
     torch.manual_seed(1)
     obs = torch.randn(size, 5)
     with torch.no_grad():
-        actions, values = policy.sample(obs), policy.get_value(obs)
-        log_probs = policy.log_prob(policy.get_policy(obs), actions) + 0.3 * torch.randn(size)
+        distribution, values = policy.policy(obs), policy.value(obs)
+        actions = distribution.sample()
+        log_probs = distribution.log_prob(actions) + 0.3 * torch.randn(size)
     return obs, actions, log_probs, values, torch.randn(size), values + 20 * torch.randn(size)
 
 
 def updated(policy, args, batch, *phases):
-    """The parameters {name: tensor} after these phases, and the scalars of each."""
-    policy, scalars = copy.deepcopy(policy), []
+    """The parameters {name: tensor} after these phases, and the metrics of each."""
+    policy = copy.deepcopy(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     torch.manual_seed(2)
-    for phase in phases:
-        scalars.append(ppo.update(policy, optimizer, partial(ppo.minibatch_gradient, phase), args, batch))
-    return dict(policy.named_parameters()), scalars
+    metrics = [ppo.update(policy, optimizer, partial(ppo.minibatch_gradient, x), args, batch) for x in phases]
+    return dict(policy.named_parameters()), metrics
+
+
+def as_base(policy):
+    """The base's agent with the same parameters, for Box actions."""
+    gaussian = base.Agent(OBSERVATIONS, BOX, base.Args(norm_obs=False))
+    gaussian.load_state_dict({name.replace("actor.log_std", "log_std"): x for name, x in policy.state_dict().items()})
+    return gaussian
 
 
 def largest_difference(a, b):
@@ -84,13 +92,13 @@ def test_value_loss_and_gradient_of_the_support_critic():
     batch = random_batch(policy, 64)
     p = policy.critic(batch[0]).double().softmax(-1).detach()
     value = (p * torch.arange(-110.0, 111.0).double()).sum(-1)
-    torch.testing.assert_close(policy.get_value(batch[0]).double(), value, atol=1e-4, rtol=0)
+    torch.testing.assert_close(policy.value(batch[0]).double(), value, atol=1e-4, rtol=0)
     targets, rows = torch.zeros(64, 221).double(), torch.arange(64)
     below = batch[5].double().floor()
     targets[rows, below.long() + 110] = 1 - (batch[5] - below)
     targets[rows, below.long() + 111] = batch[5] - below
     _, losses = ppo.minibatch_gradient("value", policy, args, *batch)
-    assert losses[1].item() == pytest.approx(-(targets * p.log()).sum(-1).mean().item(), rel=1e-5)
+    assert losses["losses/value_loss"].item() == pytest.approx(-(targets * p.log()).sum(-1).mean().item(), rel=1e-5)
     gradient = 2.0 * (p - targets).mean(0)  # of vf_coef * cross-entropy by the logits
     torch.testing.assert_close(policy.critic[4].bias.grad.double(), gradient, atol=1e-6, rtol=0)
 
@@ -100,11 +108,10 @@ def test_support_critic_learns_its_target_only_if_the_support_holds_it(bound, fi
     flags = dict(critic="support", support_min=-bound, support_max=bound, support_atoms=int(2 * bound) + 1)
     args = ppo.Args(update_epochs=20, learning_rate=1e-2, **flags)
     policy = agent(DISCRETE, **flags)
-    *inputs, returns = random_batch(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr=args.learning_rate)
-    batch = (*inputs, torch.full_like(returns, 99.3))
+    batch = (*random_batch(policy)[:-1], torch.full((512,), 99.3))
     ppo.update(policy, optimizer, partial(ppo.minibatch_gradient, "value"), args, batch)
-    torch.testing.assert_close(policy.get_value(batch[0]), torch.full((512,), fitted), atol=0.5, rtol=0)
+    torch.testing.assert_close(policy.value(batch[0]), torch.full((512,), fitted), atol=0.5, rtol=0)
 
 
 # The policies
@@ -116,10 +123,10 @@ def test_discrete_policy_equals_torch_categorical_and_samples_from_it():
     with torch.no_grad():
         policy.actor[4].weight.mul_(100)
         expected = torch.distributions.Categorical(logits=policy.actor(obs))
-        found = policy.get_policy(obs)
-        torch.testing.assert_close(policy.log_prob(found, actions), expected.log_prob(actions))
-        torch.testing.assert_close(policy.entropy(found), expected.entropy().mean())
-        drawn = policy.sample(obs[:1].expand(40000, 5))
+        found = policy.policy(obs)
+        torch.testing.assert_close(found.log_prob(actions), expected.log_prob(actions))
+        torch.testing.assert_close(found.entropy(), expected.entropy())
+        drawn = policy.policy(obs[:1].expand(40000, 5)).sample()
         assert drawn.dtype == torch.long and drawn.shape == (40000,)
         frequencies = torch.bincount(drawn, minlength=4) / 40000
         torch.testing.assert_close(frequencies, expected.probs[0], atol=0.01, rtol=0)
@@ -134,13 +141,13 @@ def test_discrete_actions_are_counted_from_the_start_of_the_space():
 
 
 def test_box_policy_equals_the_base_policy():
-    policy, gaussian = agent(BOX), base.Agent(OBSERVATIONS, BOX, base.Args(norm_obs=False))
-    gaussian.load_state_dict({n.replace("actor.log_std", "log_std"): x for n, x in policy.state_dict().items()})
-    obs, actions = torch.randn(50, 5), 3 * torch.randn(50, 3)
-    mean = gaussian.get_mean(obs)
-    assert torch.equal(policy.get_policy(obs), mean) and torch.equal(policy.get_value(obs), gaussian.get_value(obs))
-    assert torch.equal(policy.log_prob(mean, actions), gaussian.log_prob(mean, actions))
-    assert torch.equal(policy.entropy(mean), gaussian.entropy())
+    policy, obs, actions = agent(BOX), torch.randn(50, 5), 3 * torch.randn(50, 3)
+    policy.actor.log_std.data[:] = torch.tensor([-1.0, 0.0, 0.7])
+    gaussian = as_base(policy)
+    found, expected = policy.policy(obs), gaussian.policy(obs)
+    assert torch.equal(found.mode(), expected.mode()) and torch.equal(policy.value(obs), gaussian.value(obs))
+    assert torch.equal(found.log_prob(actions), expected.log_prob(actions))
+    assert torch.equal(found.entropy(), expected.entropy())
     assert torch.equal(policy.to_env(actions), gaussian.to_env(actions))
     assert torch.equal(policy.act(obs), gaussian.act(obs))
 
@@ -151,17 +158,15 @@ def test_box_policy_equals_the_base_policy():
 def test_shared_joint_update_equals_the_base_update():
     flags = dict(num_minibatches=8, update_epochs=4, learning_rate=1e-3, ent_coef=0.01)
     policy, args = agent(BOX), ppo.Args(shared_update=True, **flags)
-    batch = random_batch(policy)
-    gaussian = base.Agent(OBSERVATIONS, BOX, base.Args(norm_obs=False))
-    gaussian.load_state_dict({n.replace("actor.log_std", "log_std"): x for n, x in policy.state_dict().items()})
+    batch, gaussian = random_batch(policy), as_base(policy)
     optimizer = torch.optim.Adam(gaussian.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     torch.manual_seed(2)
-    expected_scalars = base.update(gaussian, optimizer, base.minibatch_gradient, base.Args(**flags), batch)
+    expected_metrics = base.update(gaussian, optimizer, base.minibatch_gradient, base.Args(**flags), batch)
     expected = {n.replace("log_std", "actor.log_std"): x for n, x in gaussian.named_parameters()}
 
-    found, (scalars,) = updated(policy, args, batch, "joint")
+    found, (metrics,) = updated(policy, args, batch, "joint")
     assert largest_difference(found, expected) < 1e-6
-    assert scalars == pytest.approx(expected_scalars, rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(metrics, expected_metrics, rtol=1e-5, atol=1e-7)
     for change in ({"shared_update": False}, {"shared_update": True, "clip_vloss": False}):  # what it is made of
         assert largest_difference(updated(policy, ppo.Args(**flags | change), batch, "joint")[0], expected) > 1e-4
 
@@ -178,7 +183,7 @@ def test_values_are_clipped_only_in_a_shared_update():
     ):
         batch = (obs, actions, log_probs, far, advantages, returns)
         _, losses = ppo.minibatch_gradient("value", policy, ppo.Args(**flags), *batch)
-        assert losses[1].item() == pytest.approx(errors.mean().item(), rel=1e-5)
+        assert losses["losses/value_loss"].item() == pytest.approx(errors.mean().item(), rel=1e-5)
     assert clipped.mean() > 1.05 * free.mean()
 
 
@@ -236,38 +241,35 @@ def test_one_adam_for_both_networks_is_two(space):
                     adams[name].step()
     assert max(norms["value"]) == pytest.approx(args.max_grad_norm, rel=1e-4)  # clipped
     assert max(norms["policy"]) < args.max_grad_norm
-    found, scalars = updated(policy, args, batch, "joint", "value", "policy")
+    found, (_, value, policy_phase) = updated(policy, args, batch, "joint", "value", "policy")
     assert largest_difference(found, dict(reference.named_parameters())) == 0
-    for name, phase in {"value_loss": 1, "policy_loss": 2, "entropy": 2, "approx_kl": 2, "clipfrac": 2}.items():
-        in_phases = [numbers[f"losses/{name}"] for numbers in scalars[1:]]
-        assert in_phases[phase - 1] != 0 and in_phases[2 - phase] == 0  # left out: 0
+    kl = {"losses/old_approx_kl", "losses/approx_kl", "losses/clipfrac"}
+    assert value.keys() == kl | {"losses/value_loss"} and all(value[name] == 0 for name in kl)
+    assert policy_phase.keys() == kl | {"losses/policy_loss", "losses/entropy"}
+    assert all((value | policy_phase).values())
 
 
 # Training
 
 
-def small_args(directory, **changes):
-    sizes = {"num_envs": 4, "num_steps": 32, "num_minibatches": 2, "update_epochs": 2, "num_workers": 1}
-    sizes |= {"cuda": False, "eval_episodes": 0, "total_timesteps": 3 * 128, "learning_rate": 3e-3}
-    return ppo.Args(**sizes | {"run_dir": str(directory)} | changes)
+SIZES = {"num_steps": 32, "learning_rate": 3e-3, "total_timesteps": 3 * 128, "norm_obs": False, "norm_reward": False}
 
 
 @pytest.fixture
 def recorded_training(monkeypatch, tmp_path):
-    """recorded_training(flags) -> the environments' steps, the updates and the scalars of a short training.
+    """recorded_training(flags) -> the environments' steps, the updates and the metrics of a short training.
 
     steps: (rewards, terminated, truncated, the observations that really followed) of each; updates: [(phase, its
-    batch, the agent that it began with)] of each iteration; scalars: of each iteration.
+    batch, the agent that it began with)] of each iteration; metrics: of each iteration.
     """
 
     def train(**flags):
-        steps, updates, scalars = [], [[]], []
+        steps, updates, metrics = [], [[]], []
         step, update, end_iteration = ppo.SubprocVecEnv.step, ppo.update, ppo.Run.end_iteration
 
         def spy_step(envs, actions):
             found = step(envs, actions)
-            ended = (envs.terminated | envs.truncated)[:, None]
-            following = np.where(ended, envs.final_obs, envs.obs)
+            following = np.where((envs.terminated | envs.truncated)[:, None], envs.final_obs, envs.obs)
             steps.append((envs.rewards.copy(), envs.terminated.copy(), envs.truncated.copy(), following))
             return found
 
@@ -275,16 +277,16 @@ def recorded_training(monkeypatch, tmp_path):
             updates[-1].append((gradient.args[0], [x.clone() for x in batch], copy.deepcopy(agent)))
             return update(agent, optimizer, gradient, args, batch)
 
-        def spy_end(run, iteration, found, *times):
+        def spy_end(run, found, *times):
             updates.append([])
-            scalars.append(found)
-            end_iteration(run, iteration, found, *times)
+            metrics.append(found)
+            end_iteration(run, found, *times)
 
         monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
         monkeypatch.setattr(ppo, "update", spy_update)
         monkeypatch.setattr(ppo.Run, "end_iteration", spy_end)
-        ppo.train(small_args(tmp_path / "run", **flags))
-        return steps, updates[:-1], scalars
+        ppo.train(small_args(ppo, tmp_path / "run", **SIZES | flags))
+        return steps, updates[:-1], metrics
 
     return train
 
@@ -293,8 +295,8 @@ def gae_by(agent, steps, obs):
     """Values and advantages [num_steps, num_envs] by definition, from what the environments gave."""
     rewards, terminated, truncated, following = (np.stack(x) for x in zip(*steps))
     with torch.no_grad():
-        values = agent.get_value(obs.view(*rewards.shape, -1)).numpy()
-        next_values = agent.get_value(agent.obs_norm(torch.tensor(following))).numpy()
+        values = agent.value(obs.view(*rewards.shape, -1)).numpy()
+        next_values = agent.value(agent.obs_norm(torch.tensor(following))).numpy()
     return values, slow_gae(rewards, values, next_values, terminated, terminated | truncated, 0.99, 0.95)
 
 
@@ -303,7 +305,7 @@ def gae_by(agent, steps, obs):
 def test_policy_phase_gets_the_advantages_of_its_order(recorded_training, env_id, order, critic):
     """Value-first: GAE on fresh values, the bootstrapped ones too. Phases: the old advantages."""
     flags = {"env_id": env_id, "order": order, "critic": critic, "norm_obs": True}
-    steps, updates, scalars = recorded_training(**flags)
+    steps, updates, metrics = recorded_training(**flags)
     ended = np.array([[terminated.sum(), truncated.sum()] for _, terminated, truncated, _ in steps]).sum(0)
     assert ended[0] > 5 and (ended[1] > 5 or env_id == "CartPole-v1")
     assert len(updates) == 3
@@ -324,22 +326,24 @@ def test_policy_phase_gets_the_advantages_of_its_order(recorded_training, env_id
             "explained_variance_after": 1 - (returns - new_values).var() / returns.var(),
             "advantage_variance_ratio": new.var() / old.var(),
         }
-        assert {name: scalars[i][f"losses/{name}"] for name in measured} == pytest.approx(measured, rel=1e-3, abs=1e-3)
+        assert {name: metrics[i][f"losses/{name}"].item() for name in measured} == pytest.approx(
+            measured, rel=1e-3, abs=1e-3
+        )
 
 
 def test_joint_is_one_phase_with_the_advantages_of_its_batch(recorded_training):
-    steps, updates, scalars = recorded_training(env_id="CartPole-v1", order="joint")
+    steps, updates, metrics = recorded_training(env_id="CartPole-v1", order="joint")
     for i, ((phase, batch, agent),) in enumerate(updates):
         assert phase == "joint"
         np.testing.assert_allclose(batch[4], gae_by(agent, steps[32 * i :][:32], batch[0])[1].flatten(), atol=1e-3)
-    assert not {"losses/explained_variance_after", "losses/advantage_variance_ratio"} & scalars[0].keys()
+    assert not {"losses/explained_variance_after", "losses/advantage_variance_ratio"} & metrics[0].keys()
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_every_order_takes_as_many_gradient_steps_of_each_network(env_id, tmp_path):
     for order in ORDERS:
-        ppo.train(small_args(tmp_path / order, env_id=env_id, order=order))
-        saved = torch.load(tmp_path / order / "checkpoint.pt", weights_only=True)
+        ppo.train(small_args(ppo, tmp_path / order, env_id=env_id, order=order))
+        saved = load(tmp_path / order)
         steps = [state["step"].item() for state in saved["optimizer"]["state"].values()]
         parameters = [name for name in saved["model"] if name.startswith(("actor", "critic"))]
         assert steps == [3 * 2 * 2] * len(parameters)
@@ -349,7 +353,7 @@ def test_every_order_takes_as_many_gradient_steps_of_each_network(env_id, tmp_pa
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v5"])
 def test_first_minibatch_has_ratio_one_in_training(order, env_id, record_ratios, tmp_path):
     ratios = record_ratios(ppo)
-    ppo.train(small_args(tmp_path / "run", env_id=env_id, order=order, norm_obs=True))
+    ppo.train(small_args(ppo, tmp_path / "run", env_id=env_id, order=order, learning_rate=3e-3))
     per_phase = 2 * 2
     value_phase = 0 if order == "joint" else per_phase
     assert len(ratios) == 3 * (value_phase + per_phase)
@@ -363,10 +367,10 @@ def test_clamped_targets_are_counted_and_warned_of_once(recorded_training):
     flags = {"env_id": "CartPole-v1", "critic": "support", "support_min": -3.0, "support_max": 3.0}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        _, updates, scalars = recorded_training(support_atoms=7, **flags)
-    for phases, found in zip(updates, scalars):
+        _, updates, metrics = recorded_training(support_atoms=7, **flags)
+    for phases, found in zip(updates, metrics):
         expected = (phases[0][1][5].abs() > 3).float().mean().item()
-        assert found["losses/clamped_targets"] == pytest.approx(expected) and 0.1 < expected < 1
+        assert found["losses/clamped_targets"].item() == pytest.approx(expected) and 0.1 < expected < 1
     messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert len(messages) == 1 and "--support-min -3.0" in messages[0] and "--support-max 3.0" in messages[0]
 
@@ -386,15 +390,14 @@ def test_the_default_support_holds_returns_of_a_reward_of_one_a_step_and_the_pos
 
 def test_discrete_run_resumes_and_evaluates(tmp_path):
     """Two resumes of one checkpoint, with other numbers of workers, are the same run; and it plays greedily."""
-    ppo.train(small_args(tmp_path / "run", env_id="CartPole-v1", critic="support"))
+    ppo.train(small_args(ppo, tmp_path / "run", env_id="CartPole-v1", critic="support", **SIZES))
     models = []
     for num_workers in (1, 2):
         directory = shutil.copytree(tmp_path / "run", tmp_path / str(num_workers))
-        saved = torch.load(directory / "checkpoint.pt", weights_only=True)["args"]
-        changes = {"resume": str(directory), "run_dir": None, "total_timesteps": 5 * 128, "num_workers": num_workers}
-        result = ppo.train(ppo.Args(**saved | changes | {"eval_episodes": 3}))
+        changes = {"total_timesteps": 5 * 128, "num_workers": num_workers, "eval_episodes": 3}
+        result = ppo.train(resume_args(ppo, directory, **changes))
         assert result["iterations"] == 5 and all(8 <= x <= 500 and x == int(x) for x in result["eval_returns"])
-        models.append(torch.load(directory / "policy.pt", weights_only=True)["model"])
+        models.append(load(directory)["model"])
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0]) and len(models[0]) == 13
 
 
@@ -417,8 +420,8 @@ def test_saturation_counts_stuck_units(monkeypatch, tmp_path, scale, share):
     policy = ppo.Agent(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), args)  # CartPole's
     with torch.no_grad():
         policy.critic[2].weight *= scale
-    torch.save({"args": vars(args), "model": policy.state_dict()}, tmp_path / "policy.pt")
-    assert critic_saturation.saturation(tmp_path / "policy.pt") == pytest.approx(share, abs=0.01)
+    torch.save({"args": vars(args), "model": policy.state_dict()}, tmp_path / "checkpoint.pt")
+    assert critic_saturation.saturation(tmp_path / "checkpoint.pt") == pytest.approx(share, abs=0.01)
 
 
 # results/value_first_bias.py

@@ -1,4 +1,6 @@
-"""The flagship: windows against slow references, padding, the Beta policy against closed forms."""
+"""The flagship: windows against slow references, padding, the Beta against closed forms, and the loop from outside."""
+
+import copy
 
 import gymnasium as gym
 import numpy as np
@@ -10,6 +12,7 @@ import ppo_interleaved_gru_beta as ppo
 OBS_DIM, ACT_DIM, ENVS = 3, 2, 4
 OBSERVATIONS = gym.spaces.Box(-np.inf, np.inf, (OBS_DIM,))
 ACTIONS = gym.spaces.Box(np.array([-1.0, 0.0], np.float32), np.array([1.0, 4.0], np.float32))
+LOW, SIZE = torch.as_tensor(ACTIONS.low), torch.as_tensor(ACTIONS.high - ACTIONS.low)
 
 
 def agent(**flags):
@@ -20,154 +23,124 @@ def agent(**flags):
     return policy
 
 
-def random_trajectory(window, num_steps, rollouts):
-    """A trajectory filled `rollouts` times, and what every environment really went through, episode by episode."""
-    rng = np.random.default_rng(0)
-    trajectory = ppo.Trajectory(num_steps, ENVS, OBS_DIM, ACT_DIM, window, "cpu")
-    episodes = [[] for _ in range(ENVS)]  # of (state, action), the current episode's
-    expected = []
-    for step in range(rollouts * num_steps):
-        first = torch.tensor(rng.random(ENVS) < 0.15) | (step == 0)
-        states, actions = torch.randn(ENVS, OBS_DIM), torch.rand(ENVS, ACT_DIM)
-        trajectory.append(states, first)
-        trajectory.actions[trajectory.row] = actions
-        for env in range(ENVS):
-            if first[env]:
-                episodes[env] = []
-            episodes[env].append((states[env], actions[env]))
-            expected.append((step, env, episodes[env][-window:]))
-    return trajectory, [row for row in expected if row[0] >= (rollouts - 1) * num_steps]
+def random_actions(*shape):
+    return LOW + SIZE * torch.rand(*shape, ACT_DIM)
+
+
+def random_windows(num_before, window=8):
+    num_windows = len(num_before)
+    return torch.randn(num_windows, window, OBS_DIM), random_actions(num_windows, window), num_before
 
 
 @pytest.mark.parametrize("window", [1, 2, 8])
 def test_windows_hold_the_last_steps_of_the_episode(window):
-    num_steps, rollouts = 12, 3
-    trajectory, expected = random_trajectory(window, num_steps, rollouts)
-    assert len(trajectory.states) == window - 1 + num_steps  # stored once
+    rng = np.random.default_rng(0)
+    windows = agent(window=window).empty_windows(ENVS)
+    episodes = [[] for _ in range(ENVS)]  # of (state, action), the current episode's
     lengths = set()
-    for step, env, episode in expected:
-        row = torch.tensor([window - 1 + step - (rollouts - 1) * num_steps])
-        states, actions, age = trajectory.windows(trajectory.states, row, torch.tensor([env]))
-        length = len(episode)
-        lengths.add(length)
-        assert age.item() == length - 1 and states.shape == (1, window, OBS_DIM)
-        torch.testing.assert_close(states[0, :length], torch.stack([state for state, _ in episode]))
-        if length > 1:
-            torch.testing.assert_close(actions[0, : length - 1], torch.stack([action for _, action in episode[:-1]]))
+    for step in range(40):
+        first = (rng.random(ENVS) < 0.15) | (step == 0)
+        next_states, taken = torch.randn(ENVS, OBS_DIM), random_actions(ENVS)
+        before = copy.deepcopy(windows)
+        states, actions, num_before = ppo.slide(*windows, next_states, first)
+        assert all(map(torch.equal, before, windows))  # what was kept of earlier steps stays
+        windows = states, actions, num_before
+        actions[torch.arange(ENVS), num_before] = taken
+        assert states.shape == (ENVS, window, OBS_DIM) and actions.shape == (ENVS, window, ACT_DIM)
+        for env in range(ENVS):
+            episodes[env] = [*([] if first[env] else episodes[env]), (next_states[env], taken[env])][-window:]
+            length = len(episodes[env])
+            lengths.add(length)
+            assert num_before[env] == length - 1
+            for tensor, expected in zip((states, actions), zip(*episodes[env])):
+                assert torch.equal(tensor[env, :length], torch.stack(expected))
     assert lengths == set(range(1, window + 1))
 
 
-@pytest.mark.parametrize("window", [1, 2, 8])
-def test_windows_of_the_states_that_followed(window):
-    num_steps, rollouts = 12, 3
-    trajectory, expected = random_trajectory(window, num_steps, rollouts)
-    rows = torch.tensor([window - 1 + step - (rollouts - 1) * num_steps for step, _, _ in expected])
-    envs = torch.tensor([env for _, env, _ in expected])
-    following = torch.randn(len(rows), OBS_DIM)
-    stored = trajectory.states.clone()
-    states, actions, age = trajectory.windows(trajectory.states, rows, envs, following)
-    for i, (_, _, episode) in enumerate(expected):
-        whole = [state for state, _ in episode][-window + 1 :] if window > 1 else []
-        assert age[i] == len(whole)
-        torch.testing.assert_close(states[i, : len(whole) + 1], torch.stack([*whole, following[i]]))
-        if whole:
-            torch.testing.assert_close(
-                actions[i, : len(whole)], torch.stack([action for _, action in episode][-len(whole) :])
-            )
-    assert torch.equal(stored, trajectory.states)
+def slow(policy, states, actions):
+    """One window without padding, token by token: states [n, obs_dim] and the n - 1 actions between them.
 
-
-def slow_forward(policy, states, actions):
-    """One unpadded window: states [n, obs_dim] and the n - 1 actions between them, token by token."""
+    -> the distribution of the action as a fraction of its range, the value, and the errors of the n - 1 predictions
+    """
     tokens = []
     for j, state in enumerate(states):
         tokens.append(policy.state_encoder(state))
-        if policy.interleave and j < len(actions):
-            tokens.append(policy.action_encoder(2 * actions[j] - 1))
-    outputs, _ = policy.gru(torch.stack(tokens)[None])
-    head = policy.actor(outputs[0, -1])
-    if policy.beta_head == "alpha":
+        if policy.args.interleave and j < len(actions):
+            tokens.append(policy.action_encoder(2 * (actions[j] - policy.low) / (policy.high - policy.low) - 1))
+    outputs = policy.gru(torch.stack(tokens)[None])[0][0]
+    head = policy.actor(outputs[-1])
+    if policy.args.beta_head == "alpha":
         alpha, beta = (1 + (1 + head.exp()).log()).chunk(2)
     else:
-        weight, concentration = 1 / (1 + (-head).exp()), policy.log_concentration.exp()
-        alpha, beta = 1 + concentration * weight, 1 + concentration * (1 - weight)
-    return alpha, beta, policy.critic(states[-1] if policy.separate_critic else outputs[0, -1])[0], outputs[0]
+        mode, concentration = 1 / (1 + (-head).exp()), policy.log_concentration.exp()
+        alpha, beta = 1 + concentration * mode, 1 + concentration * (1 - mode)
+    value = policy.critic(states[-1] if policy.args.separate_critic else outputs[-1])[0]
+    before = outputs[1::2] if policy.args.interleave else outputs[:-1]  # what is read before each of states[1:]
+    errors = [(policy.decoder(output) - state).square().mean() for output, state in zip(before, states[1:])]
+    return torch.distributions.Beta(alpha.double(), beta.double()), value, errors
+
+
+def slow_log_prob(policy, noise, action):
+    size = policy.high - policy.low
+    return (noise.log_prob((action.double() - policy.low) / size) - size.log()).sum()
 
 
 VARIANTS = [{}, {"beta_head": "alpha"}, {"interleave": False}, {"separate_critic": True}, {"window": 1}]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("flags", [*VARIANTS, {"window": 2}])
 def test_padding_is_inert(flags):
-    policy = agent(**flags)
-    window = policy.window
-    ages = torch.arange(window)
-    states, actions = torch.randn(window, window, OBS_DIM), torch.rand(window, window - 1, ACT_DIM)
-    with torch.no_grad():
-        alpha, beta, values, outputs = policy(states, actions, ages)
-        predictions = policy.predict(outputs)
-        for i, age in enumerate(ages.tolist()):
-            expected = slow_forward(policy, states[i, : age + 1], actions[i, :age])
-            torch.testing.assert_close(alpha[i], expected[0])
-            torch.testing.assert_close(beta[i], expected[1])
-            torch.testing.assert_close(values[i], expected[2])
-            for j in range(age):  # what is read before s_{j+1}: the token of a_j, or of s_j where actions are left out
-                output = expected[3][2 * j + 1 if policy.interleave else j]
-                torch.testing.assert_close(predictions[i, j], policy.decoder(output))
-        for i, age in enumerate(ages.tolist()):  # and changing the padding changes nothing
-            states[i, age + 1 :], actions[i, age:] = 99.0, 0.123
-        again = policy(states, actions, ages)
-    torch.testing.assert_close(alpha, again[0], atol=0, rtol=0)
-    torch.testing.assert_close(values, again[2], atol=0, rtol=0)
+    policy, errors = agent(**flags), []
+    window = policy.args.window
+    states, actions, num_before = windows = random_windows(torch.arange(window), window)
+    output, outputs, current = policy.read(*windows)
+    noise, values = policy.policy(output), policy.value(output, current)
+    for i in range(window):
+        expected, value, new_errors = slow(policy, states[i, : i + 1], actions[i, :i])
+        torch.testing.assert_close(noise.beta.mean[i], expected.mean, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(noise.beta.stddev[i], expected.stddev, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(values[i], value)
+        errors += new_errors
+    loss = policy.prediction_loss(outputs, states, num_before)
+    torch.testing.assert_close(loss, torch.stack(errors).mean() if errors else torch.tensor(0.0))
+    for i in range(window):  # changing the padding changes nothing
+        states[i, i + 1 :], actions[i, i:] = 99.0, 0.123
+    again, outputs, _ = policy.read(*windows)
+    assert torch.equal(output, again)
+    torch.testing.assert_close(policy.prediction_loss(outputs, states, num_before), loss)
+    assert policy.prediction_loss(outputs, states, 0 * num_before) == 0  # nothing to predict
 
 
-def test_state_prediction_loss_is_masked():
-    states, predictions = torch.randn(3, 4, OBS_DIM), torch.randn(3, 3, OBS_DIM)
-    age = torch.tensor([0, 1, 3])
-    errors = [(predictions[1, 0] - states[1, 1]).square().mean()]
-    errors += [(predictions[2, j] - states[2, j + 1]).square().mean() for j in range(3)]
-    torch.testing.assert_close(ppo.state_prediction_loss(predictions, states, age), torch.stack(errors).mean())
-    assert ppo.state_prediction_loss(predictions, states, age * 0) == 0
-    assert ppo.state_prediction_loss(predictions[:, :0], states[:, :1], age * 0) == 0  # --window 1
+def test_the_beta_draws_what_it_scores():
+    """The density of each dimension integrates to 1, -log p over it to the entropy; samples have its moments."""
+    torch.manual_seed(0)
+    alpha, beta = torch.tensor([3.0, 61.0]), torch.tensor([1.2, 58.0])
+    drawn = ppo.Beta(alpha.expand(200_000, 2), beta.expand(200_000, 2), LOW, LOW + SIZE).sample()
+    assert ((LOW <= drawn) & (drawn <= LOW + SIZE)).all()
+    log_prob, entropy = torch.zeros(100_000), 0
+    for i in range(ACT_DIM):
+        alone = ppo.Beta(alpha[i, None], beta[i, None], LOW[i, None], (LOW + SIZE)[i, None])
+        points = LOW[i] + SIZE[i] * (torch.arange(100_000) + 0.5) / 100_000
+        density = alone.log_prob(points[:, None]).exp() * SIZE[i]
+        assert density.mean() == pytest.approx(1, abs=1e-3)
+        mean = (points * density).mean()
+        assert drawn[:, i].mean() == pytest.approx(mean.item(), abs=0.01)
+        std = ((points - mean).square() * density).mean().sqrt()
+        assert drawn[:, i].std() == pytest.approx(std.item(), rel=0.01)
+        log_prob += alone.log_prob(drawn[:100_000, i, None])
+        entropy += torch.special.entr(density / SIZE[i]).mean().item() * SIZE[i].item()
+    noise = ppo.Beta(alpha, beta, LOW, LOW + SIZE)
+    torch.testing.assert_close(noise.log_prob(drawn[:100_000]), log_prob, atol=1e-5, rtol=1e-5)  # the sum over both
+    assert noise.entropy() == pytest.approx(entropy, abs=2e-3)
 
 
-def test_log_prob_and_entropy_equal_torch_distributions_under_the_scaling():
-    policy = agent()
-    alpha, beta = 1 + 80 * torch.rand(100, ACT_DIM), 1 + 80 * torch.rand(100, ACT_DIM)
-    x = ppo.inside(torch.distributions.Beta(alpha, beta).sample())
-    scaled = torch.distributions.TransformedDistribution(
-        torch.distributions.Beta(alpha.double(), beta.double()),
-        torch.distributions.AffineTransform(policy.low.double(), (policy.high - policy.low).double()),
-    )
-    expected = scaled.log_prob(policy.low + x.double() * (policy.high - policy.low)).sum(-1)
-    torch.testing.assert_close(policy.log_prob(alpha, beta, x).double(), expected, atol=2e-4, rtol=1e-5)
-    entropy = torch.distributions.Beta(alpha.double(), beta.double()).entropy() + (policy.high - policy.low).log()
-    torch.testing.assert_close(policy.entropy(alpha, beta).double(), entropy, atol=1e-5, rtol=1e-5)
-
-
-def test_the_density_integrates_to_one():
-    policy = agent()
-    x = (torch.arange(200000) + 0.5) / 200000
-    alpha, beta = torch.tensor([[3.0, 61.0]]), torch.tensor([[1.2, 61.0]])
-    for i in range(ACT_DIM):  # the other dimension at its middle, its density divided out
-        point = torch.full((len(x), ACT_DIM), 0.5)
-        point[:, i] = x
-        other = 1 - i
-        alone = torch.distributions.Beta(alpha[0, other], beta[0, other]).log_prob(torch.tensor(0.5))
-        alone -= (policy.high - policy.low)[other].log()
-        density = (policy.log_prob(alpha, beta, point) - alone).exp()
-        assert density.mean() * (policy.high - policy.low)[i] == pytest.approx(1, abs=1e-3)
-
-
-def test_actions_at_the_edges_have_finite_log_probs_and_gradients():
-    policy = agent()
+def test_actions_at_the_bounds_have_finite_log_probs_and_gradients():
     alpha = torch.full((2, ACT_DIM), 40.0, requires_grad=True)
     beta = torch.full((2, ACT_DIM), 1.0, requires_grad=True)
-    x = ppo.inside(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-    log_prob = policy.log_prob(alpha, beta, x)
+    log_prob = ppo.Beta(alpha, beta, LOW, LOW + SIZE).log_prob(LOW + SIZE * torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     log_prob.sum().backward()
     assert all(t.isfinite().all() for t in (log_prob, alpha.grad, beta.grad))
-    assert (policy.to_env(x) >= policy.low).all() and (policy.to_env(x) <= policy.high).all()
 
 
 @pytest.mark.parametrize("beta_head", ["mode", "alpha"])
@@ -175,10 +148,9 @@ def test_actions_at_the_edges_have_finite_log_probs_and_gradients():
 def test_noise_of_the_first_actions(beta_head, init_std):
     torch.manual_seed(0)
     policy = ppo.Agent(OBSERVATIONS, ACTIONS, ppo.Args(beta_head=beta_head, init_std=init_std))
-    windows = torch.randn(64, 8, OBS_DIM), torch.rand(64, 7, ACT_DIM), torch.full((64,), 7)
-    noise = torch.distributions.Beta(*policy(*windows)[:2])
-    torch.testing.assert_close(2 * noise.stddev, torch.full((64, ACT_DIM), init_std), rtol=0.05, atol=0)
-    torch.testing.assert_close(noise.mean, torch.full((64, ACT_DIM), 0.5), rtol=0, atol=0.02)
+    noise = policy.policy(policy.read(*random_windows(torch.full((64,), 7)))[0]).beta
+    torch.testing.assert_close(2 * noise.stddev, torch.full((64, ACT_DIM), init_std).double(), rtol=0.05, atol=0)
+    torch.testing.assert_close(noise.mean, torch.full((64, ACT_DIM), 0.5).double(), rtol=0, atol=0.02)
 
 
 def test_the_head_gives_the_mode_of_the_beta():
@@ -187,85 +159,200 @@ def test_the_head_gives_the_mode_of_the_beta():
         policy.actor[-1].bias.copy_(torch.tensor([0.3, -1.2]))
         policy.log_concentration.copy_(torch.tensor([2.0, 0.5]))
         policy.actor[-1].weight.zero_()
-        alpha, beta, _, _ = policy(torch.zeros(1, 8, OBS_DIM), torch.zeros(1, 7, ACT_DIM), torch.tensor([7]))
+        noise = policy.policy(torch.zeros(1, 16))
     x = torch.linspace(0, 1, 10_001, dtype=torch.float64)[1:-1, None]
-    densest = x[torch.distributions.Beta(alpha.double(), beta.double()).log_prob(x).argmax(0), 0]
-    torch.testing.assert_close(densest.float(), torch.tensor([0.3, -1.2]).sigmoid(), rtol=0, atol=1e-4)
-    torch.testing.assert_close(alpha + beta - 2, torch.tensor([[2.0, 0.5]]).exp(), rtol=1e-5, atol=0)
+    densest = x[noise.beta.log_prob(x).argmax(0), 0].float()
+    torch.testing.assert_close(densest, torch.tensor([0.3, -1.2]).sigmoid(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(noise.mode()[0], LOW + SIZE * densest, rtol=0, atol=1e-3)
+    concentration = noise.beta.concentration1 + noise.beta.concentration0 - 2
+    torch.testing.assert_close(concentration.float(), torch.tensor([[2.0, 0.5]]).exp(), rtol=1e-5, atol=0)
 
 
-def test_greedy_actions_are_the_mean_of_the_remembered_window():
+@torch.no_grad()
+def test_greedy_actions_are_the_mode_after_the_remembered_window():
     policy = agent()
-    memory = policy.memory(num_envs=2)
-    seen = [[], []]
+    windows, seen = policy.empty_windows(2), [[], []]
     for step in range(12):
-        first = np.array([step in (0, 5), step == 0])
-        obs = torch.randn(2, OBS_DIM)
-        actions = policy.act(obs, torch.as_tensor(first), memory)
+        first, obs = np.array([step in (0, 5), step == 0]), torch.randn(2, OBS_DIM)
+        actions, windows = policy.act(obs, first, windows)
         for env in range(2):
-            if first[env]:
-                seen[env] = []
-            states = torch.stack([state for state, _ in seen[env][-7:]] + [obs[env]])
-            past = torch.stack([x for _, x in seen[env][-7:]]) if seen[env] else torch.zeros(0, ACT_DIM)
-            with torch.no_grad():
-                alpha, beta, _, _ = slow_forward(policy, states.clamp(-10, 10), past)
-            x = alpha / (alpha + beta)
-            torch.testing.assert_close(actions[env], policy.low + x * (policy.high - policy.low))
-            seen[env].append((obs[env], x))
+            seen[env] = [] if first[env] else seen[env][-7:]
+            states = torch.stack([*(state for state, _ in seen[env]), obs[env]])
+            noise, _, _ = slow(policy, states, [action for _, action in seen[env]])
+            alpha, beta = noise.concentration1, noise.concentration0
+            torch.testing.assert_close(actions[env], (LOW + SIZE * (alpha - 1) / (alpha + beta - 2)).float())
+            seen[env].append((obs[env], actions[env]))
 
 
-def test_evaluation_says_where_episodes_begin(monkeypatch):
-    calls, ends, act, step = [], [], ppo.Agent.act, ppo.SubprocVecEnv.step
+def run_args(directory, **changes):
+    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "num_workers": 1}
+    sizes |= {"eval_episodes": 0, "cuda": False, "hidden_size": 16, "env_id": "misbehaving:Healthy-v0"}
+    return ppo.Args(**sizes | {"run_dir": str(directory)} | changes)
 
-    def spy_act(policy, obs, first, memory):
-        calls.append((first.tolist(), memory))
-        return act(policy, obs, first, memory)
+
+def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, monkeypatch):
+    calls, ends, made, act, step, init = [], [], [], ppo.Agent.act, ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.__init__
+
+    def spy_act(policy, obs, first, windows):
+        actions, after = act(policy, obs, first, windows)
+        calls.append((first.tolist(), windows, after))
+        return actions, after
 
     def spy_step(*inputs):
         outcome = step(*inputs)
-        ends.append((outcome[2] | outcome[3]).tolist())
+        if calls:
+            ends.append((outcome[2] | outcome[3]).tolist())
         return outcome
+
+    def spy_init(self, make, *inputs):
+        made.append(make.keywords["stall_steps"])
+        init(self, make, *inputs)
 
     monkeypatch.setattr(ppo.Agent, "act", spy_act)
     monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
-    args = ppo.Args(env_id="misbehaving:Healthy-v0", num_envs=2, num_workers=1, eval_episodes=5, hidden_size=16)
-    env = ppo.make_env(args.env_id)
-    policy = ppo.Agent(env.observation_space, env.action_space, args)
-    returns, _ = ppo.evaluate(policy, args, torch.device("cpu"))
-    assert len(returns) == 5 and [first for first, _ in calls] == [[True, True], *ends[:-1]]
-    assert sum(map(sum, ends[:-1])) >= 3 and len({id(memory) for _, memory in calls}) == 1
+    monkeypatch.setattr(ppo.SubprocVecEnv, "__init__", spy_init)
+    ppo.train(run_args(tmp_path / "run", total_timesteps=64, eval_episodes=5, num_envs=2, num_steps=32, stall_steps=7))
+    assert made == [7, 0]
+    assert [first for first, _, _ in calls] == [[True, True], *ends[:-1]] and sum(map(sum, ends[:-1])) >= 3
+    assert all(before is after for (_, before, _), (_, _, after) in zip(calls[1:], calls))
+
+
+@pytest.mark.parametrize("flags", [*VARIANTS, {"reward_scale": 0.25, "norm_reward": False}])
+def test_the_loop_acts_scores_and_bootstraps_on_what_it_saw(flags, tmp_path, monkeypatch):
+    """Actions, log-probabilities, values, next values and rewards, recomputed from what the environments returned."""
+    args = run_args(tmp_path / "run", total_timesteps=192, **flags)
+    agents, steps, rollouts, batches, obs = [], [], [], [], None
+    episodes = [[] for _ in range(ENVS)]  # the current ones' (obs, action)
+    begin, reset, step = ppo.Run.begin, ppo.SubprocVecEnv.reset, ppo.SubprocVecEnv.step
+    compute_gae, update = ppo.compute_gae, ppo.update
+
+    def spy_begin(run, envs, **parts):
+        agents.append(parts["model"])
+        begin(run, envs, **parts)
+
+    def spy_reset(envs):
+        nonlocal obs
+        obs = reset(envs).copy()
+        return obs
+
+    def spy_step(envs, actions):
+        nonlocal obs
+        next_obs, rewards, terminated, truncated = outcome = step(envs, actions)
+        done, at, after = terminated | truncated, [], []  # each environment's window, and the one that really followed
+        for env in range(ENVS):
+            episodes[env].append((obs[env], actions[env].copy()))
+            last = (envs.final_obs if done[env] else next_obs)[env].copy()
+            at.append(episodes[env][-args.window :])
+            after.append([*episodes[env], (last, None)][-args.window :])
+            episodes[env] = [] if done[env] else episodes[env]
+        steps.append((at, after, rewards.copy(), terminated.copy(), done))
+        obs = next_obs.copy()
+        return outcome
+
+    def spy_gae(*inputs):
+        rollouts.append(([x.clone() for x in inputs[:5]], copy.deepcopy(agents[0]), steps[:]))
+        steps.clear()
+        return compute_gae(*inputs)
+
+    def spy_update(agent, optimizer, gradient, args, batch):
+        batches.append([x.clone().unflatten(0, (args.num_steps, ENVS)) for x in batch])
+        return update(agent, optimizer, gradient, args, batch)
+
+    for owner, spy in ((ppo.Run, spy_begin), (ppo.SubprocVecEnv, spy_reset), (ppo.SubprocVecEnv, spy_step)):
+        monkeypatch.setattr(owner, spy.__name__.removeprefix("spy_"), spy)
+    monkeypatch.setattr(ppo, "compute_gae", spy_gae)
+    monkeypatch.setattr(ppo, "update", spy_update)
+    ppo.train(args)
+
+    @torch.no_grad()
+    def recomputed(policy, window):
+        states = policy.obs_norm(torch.as_tensor(np.stack([state for state, _ in window])))
+        return slow(policy, states, [torch.as_tensor(action) for _, action in window[:-1]])
+
+    ended = 0
+    for (inputs, policy, rollout), batch in zip(rollouts, batches):
+        rewards, values, next_values, terminated, done = inputs
+        for t, (at, after, raw_rewards, was_terminated, was_done) in enumerate(rollout):
+            assert (terminated[t].tolist(), done[t].tolist()) == (was_terminated.tolist(), was_done.tolist())
+            if not args.norm_reward or policy.obs_norm.count == 0:  # in the first iteration there are no statistics
+                np.testing.assert_allclose(rewards[t], args.reward_scale * raw_rewards, rtol=1e-6)
+            ended += was_done.sum()
+            for env in range(ENVS):
+                noise, value, _ = recomputed(policy, at[env])
+                torch.testing.assert_close(values[t, env], value, atol=2e-5, rtol=1e-4)
+                value = recomputed(policy, after[env])[1]
+                torch.testing.assert_close(next_values[t, env], value, atol=2e-5, rtol=1e-4)
+                action = torch.as_tensor(at[env][-1][1])
+                assert torch.equal(batch[3][t, env], action)
+                log_prob = slow_log_prob(policy, noise, action).float()
+                torch.testing.assert_close(batch[4][t, env], log_prob, atol=2e-3, rtol=1e-4)
+    assert len(rollouts) == 3 and ended >= 3
 
 
 @pytest.mark.parametrize("flags", VARIANTS)
 def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
     ratios = record_ratios(ppo)
-    args = ppo.Args(
-        env_id="Hopper-v5", total_timesteps=512, num_envs=4, num_steps=64, num_minibatches=4, update_epochs=2,
-        num_workers=1, eval_episodes=0, cuda=False, hidden_size=16, run_dir=str(tmp_path / "run"), **flags,
-    )  # fmt: skip
-    ppo.train(args)
+    ppo.train(run_args(tmp_path / "run", env_id="Hopper-v5", total_timesteps=512, num_steps=64, **flags))
     for first in (ratios[0], ratios[8]):  # the second iteration's windows reach back into the first's rollout
         torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
     assert (ratios[7] - 1).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("flags", [{}, {"entropy_mean": True}, {"separate_critic": True, "max_grad_norm": 0.1}])
+def test_the_gradient_of_a_minibatch_is_that_of_the_equations(flags):
+    policy, other = agent(**flags), agent(**flags)
+    args = ppo.Args(hidden_size=16, ent_coef=0.3, vf_coef=0.7, state_coef=0.4, **{"max_grad_norm": 0} | flags)
+    states, past, _ = windows = random_windows(torch.arange(8))
+    actions, (log_probs, advantages, returns) = random_actions(8), torch.randn(3, 8)
+    log_ratio, losses = ppo.minibatch_gradient(policy, args, *windows, actions, log_probs, advantages, returns)
+    normed, loss, errors = (advantages - advantages.mean()) / (advantages.std() + 1e-8), 0, []
+    for i in range(8):
+        noise, value, new_errors = slow(other, states[i, : i + 1], past[i, :i])
+        expected = slow_log_prob(other, noise, actions[i]) - log_probs[i]
+        torch.testing.assert_close(log_ratio[i], expected.detach().float(), atol=1e-3, rtol=1e-4)
+        ratio = expected.exp()
+        entropy = (noise.entropy() + SIZE.log()).sum() / (ACT_DIM if args.entropy_mean else 1)
+        loss -= torch.min(ratio * normed[i], ratio.clamp(0.8, 1.2) * normed[i]) / 8
+        loss += (0.7 * (value - returns[i]).square() - 0.3 * entropy) / 8
+        errors += new_errors
+    (loss + 0.4 * torch.stack(errors).mean()).backward()
+    if args.max_grad_norm:
+        torch.nn.utils.clip_grad_norm_(other.parameters(), args.max_grad_norm)
+    for (name, ours), theirs in zip(policy.named_parameters(), other.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3, msg=name)
+    assert losses["losses/state_loss"] == pytest.approx(torch.stack(errors).mean().item(), rel=1e-4)
+
+
 def test_state_coef_0_leaves_the_decoder_as_it_was():
-    args = ppo.Args(hidden_size=16, state_coef=0.0)
-    policy = agent()
-    window = (torch.randn(8, 8, OBS_DIM), torch.rand(8, 7, ACT_DIM), torch.arange(8))
-    ppo.minibatch_gradient(policy, args, *window, torch.rand(8, ACT_DIM), *torch.randn(4, 8))
+    policy, windows = agent(), random_windows(torch.arange(8))
+    rest = random_actions(8), *torch.randn(3, 8)
+    ppo.minibatch_gradient(policy, ppo.Args(state_coef=0.0), *windows, *rest)
     assert all(p.grad is None or p.grad.abs().max() == 0 for p in policy.decoder.parameters())
-    ppo.minibatch_gradient(policy, ppo.Args(), *window, torch.rand(8, ACT_DIM), *torch.randn(4, 8))
+    ppo.minibatch_gradient(policy, ppo.Args(), *windows, *rest)
     assert all(p.grad.abs().max() > 0 for p in policy.decoder.parameters())
 
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_separate_critic_shares_nothing_with_the_policy(separate):
     policy = agent(separate_critic=separate)
-    alpha, _, values, _ = policy(torch.randn(8, 8, OBS_DIM), torch.rand(8, 7, ACT_DIM), torch.arange(8))
+    output, _, current = policy.read(*random_windows(torch.arange(8)))
     parameters, flags = list(policy.parameters()), {"retain_graph": True, "allow_unused": True}
-    own, shared = (torch.autograd.grad(x.sum(), parameters, **flags) for x in (values, alpha))
+    outcomes = policy.value(output, current), policy.policy(output).beta.mean
+    own, shared = (torch.autograd.grad(x.sum(), parameters, **flags) for x in outcomes)
     assert any(a is not None and b is not None for a, b in zip(own, shared)) == (not separate)
+
+
+def test_presets_are_defaults_that_flags_override(monkeypatch):
+    def parse(*flags):
+        monkeypatch.setattr("sys.argv", ["ppo_interleaved_gru_beta.py", *flags])
+        return ppo.parse_args(ppo.preset_args())
+
+    assert parse() == ppo.Args() == ppo.Args(**ppo.PRESETS["default"])
+    paper = ppo.Args(**ppo.PRESETS["paper"])
+    assert parse("--preset", "paper") == parse("--preset=paper") == paper and paper.hidden_size == 512
+    assert parse("--preset", "paper", "--gamma", "0.9") == ppo.Args(**ppo.PRESETS["paper"] | {"gamma": 0.9})
+    with pytest.raises(SystemExit, match="--preset Paper: must be one of default, paper"):
+        ppo.train(parse("--preset", "Paper"))
 
 
 class Paying(gym.Env):
@@ -273,16 +360,16 @@ class Paying(gym.Env):
 
     observation_space, action_space = OBSERVATIONS, ACTIONS
 
-    def __init__(self, rewards):
+    def __init__(self, rewards=(0.5, 1, 0, 0, 0, 0), control="pos", render_mode=None):
         self.rewards = rewards
 
     def reset(self, *, seed=None, options=None):
         self.left = list(self.rewards)
-        return np.zeros(OBS_DIM), {}
+        return np.zeros(OBS_DIM, np.float32), {}
 
     def step(self, action):
         reward = self.left.pop(0)
-        return np.zeros(OBS_DIM), reward, not self.left, False, {}
+        return np.zeros(OBS_DIM, np.float32), reward, not self.left, False, {}
 
 
 @pytest.mark.parametrize(
@@ -307,33 +394,27 @@ def test_an_episode_that_earns_nothing_is_truncated(rewards, length, truncated):
         assert ends == [n == len(rewards), truncated]
 
 
-def test_a_stalled_episode_is_reported_as_any_other():
-    def make(control, render_mode=None):
-        return Paying([0.5, 1, 0, 0, 0, 0])
+def make_stalling():
+    return ppo.EndStalled(Paying(), 3)
 
-    gym.register("Paying-v0", make, kwargs={"control": "torque"})  # HumanoidBench's ids have it
+
+def test_a_stalled_episode_is_reported_as_any_other():
+    with ppo.SubprocVecEnv(make_stalling, 1, 1, 1) as envs:
+        envs.reset()
+        episodes = []
+        for _ in range(7):
+            envs.step(np.zeros((1, ACT_DIM), np.float32))
+            episodes.append(envs.episodes)
+    assert episodes == [[], [], [], [], [(0, 1.5, 5)], [], []]
+
+
+@pytest.mark.parametrize("module", ["humanoid_bench.env", "another.env"])
+def test_humanoid_bench_is_known_by_its_module(module, monkeypatch):
+    """Not by its keyword `control`: another environment may have one of that name."""
+    monkeypatch.setattr(Paying, "__module__", module)
+    gym.register("Paying-v0", Paying, kwargs={"control": "torque"})
     try:
         env = ppo.make_env("Paying-v0", stall_steps=3)
-        env.reset()
-        infos = [env.step(env.action_space.sample())[-1] for _ in range(5)]
     finally:
         del gym.registry["Paying-v0"]
-    assert [("episode" in info) for info in infos] == [False] * 4 + [True]
-    assert (infos[-1]["episode"]["r"], infos[-1]["episode"]["l"]) == (1.5, 5)
-
-
-def test_only_training_ends_stalled_episodes(tmp_path, monkeypatch):
-    made = []
-
-    class Recording(ppo.SubprocVecEnv):
-        def __init__(self, make, *arguments):
-            made.append(make.keywords.get("stall_steps", 0))
-            super().__init__(make, *arguments)
-
-    monkeypatch.setattr(ppo, "SubprocVecEnv", Recording)
-    args = ppo.Args(
-        env_id="Pendulum-v1", total_timesteps=64, num_envs=2, num_steps=32, num_minibatches=2, num_workers=1,
-        eval_episodes=1, hidden_size=16, stall_steps=7, run_dir=str(tmp_path / "run"),
-    )  # fmt: skip
-    ppo.train(args)
-    assert made == [7, 0]
+    assert isinstance(env, ppo.EndStalled) == (module == "humanoid_bench.env")
