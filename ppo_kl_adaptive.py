@@ -648,7 +648,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
         space = env.observation_space
         if flat and not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
             if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
-                raise gym.error.Error(f"{space} are images: ppo_lstm_atari.py takes Atari's")
+                raise gym.error.Error(f"{space} are images: ppo_lstm_atari.py takes Atari's (ALE/Pong-v5)")
             env = gym.wrappers.FlattenObservation(env)
             if not in_worker:
                 print(f"{env_id}: observations {space} are flattened to {env.observation_space.shape}")

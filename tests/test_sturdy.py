@@ -315,7 +315,8 @@ def test_whole_numbers_as_observations_train_without_normalisation_too(module, t
 @each_text
 def test_environments_of_the_file_that_is_run_are_found_in_its_processes(start, tmp_path, module):
     file, main = tmp_path / "mine.py", 'if __name__ == "__main__":\n'
-    own = "import misbehaving\n\ngym.register('Mine-v0', misbehaving.Counting, max_episode_steps=20)\n\n\n"
+    spec = f"'Mine-v0', misbehaving.Counting, max_episode_steps=20, kwargs={{'discrete': {module is recurrent}}}"
+    own = f"import misbehaving\n\ngym.register({spec})\n\n\n"
     file.write_text(Path(module.__file__).read_text().replace(main, own + main))
     run = start("--env-id=Mine-v0", "--total-timesteps=64", file=file, module=module)
     run.assert_ends(0)
