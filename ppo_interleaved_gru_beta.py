@@ -417,10 +417,11 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
     next_values[t] is V of the state that really followed step t. A terminal state is worth 0. A time limit is no
     terminal state: it bootstraps, but no advantage flows across it.
     """
+    deltas = rewards + gamma * (1 - terminated) * next_values - values
+    decay = gamma * gae_lambda * (1 - done)
     advantages, advantage = torch.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * (1 - terminated[t]) * next_values[t] - values[t]
-        advantages[t] = advantage = delta + gamma * gae_lambda * (1 - done[t]) * advantage
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
     return advantages
 
 
@@ -463,7 +464,7 @@ def approximate_kl(log_ratio):
 
 
 def update(agent, optimizer, gradient, args, batch):
-    """`update_epochs` passes over the batch, a tuple of [batch_size, ...]. -> metrics by name, means over all of it"""
+    """`update_epochs` passes over the batch, tensors [batch_size, ...]. -> metrics by name, means over all of it"""
     log_ratios, losses = [], []  # of each minibatch
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)
@@ -489,7 +490,7 @@ def annealing(args, global_step):
     return max(0.0, 1 - global_step / args.total_timesteps) if args.anneal_lr else 1.0
 
 
-def evaluate(run, agent, make_env, video_folder=None):
+def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
     The first so many that begin count, not the first to end, which would be the short ones.
@@ -498,8 +499,8 @@ def evaluate(run, agent, make_env, video_folder=None):
     if num_episodes == 0:
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
-    make_env = partial(make_env, eval_episodes=num_episodes, video_folder=video_folder, stall_steps=0)
-    with SubprocVecEnv(make_env, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
+    make = partial(make, eval_episodes=num_episodes, video_folder=video_folder, stall_steps=0)
+    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
         obs, first, windows = envs.reset(), np.ones(num_envs, bool), agent.empty_windows(num_envs)
         playing, begun, ended = np.arange(num_envs), num_envs, {}  # episodes are numbered as they begin
         while len(ended) < num_episodes:
@@ -557,7 +558,7 @@ def train(args: Args) -> dict:
                     actions = past[torch.arange(args.num_envs), num_before] = policy.sample()
                     steps.append((states, past, num_before, actions, policy.log_prob(actions), values))
                 next_obs, rewards[step], terminated[step], truncated = envs.step(actions.cpu().numpy())
-                first = done[step] = envs.terminated | truncated
+                first = done[step] = np.logical_or(terminated[step], truncated)
                 followed[step] = torch.as_tensor(np.where(first[:, None], envs.final_obs, next_obs), device=device)
                 run.step(args.num_envs, envs.episodes)
 

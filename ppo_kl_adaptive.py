@@ -360,10 +360,11 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
     next_values[t] is V of the state that really followed step t. A terminal state is worth 0. A time limit is no
     terminal state: it bootstraps, but no advantage flows across it.
     """
+    deltas = rewards + gamma * (1 - terminated) * next_values - values
+    decay = gamma * gae_lambda * (1 - done)
     advantages, advantage = torch.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * (1 - terminated[t]) * next_values[t] - values[t]
-        advantages[t] = advantage = delta + gamma * gae_lambda * (1 - done[t]) * advantage
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
     return advantages
 
 
@@ -422,7 +423,7 @@ def minibatches(batch, epochs, num_minibatches, size=None):
 
 
 def update(agent, optimizer, gradient, args, beta, old_log_std, batch):
-    """`update_epochs` passes over the batch, a tuple of [batch_size, ...], or until the KL is too large. -> metrics by
+    """`update_epochs` passes over the batch, tensors [batch_size, ...], or until the KL is too large. -> metrics by
     name, means over all of it; but losses/kl is the KL after it"""
     num_minibatches = min(args.num_minibatches, len(batch[0]) // 2)  # episodes may be short
     log_ratios, losses = [], []  # of each minibatch
@@ -492,7 +493,7 @@ def annealing(args, global_step):
     return max(0.0, 1 - global_step / args.total_timesteps) if args.anneal_lr else 1.0
 
 
-def evaluate(run, agent, make_env, video_folder=None):
+def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
     The first so many that begin count, not the first to end, which would be the short ones.
@@ -501,8 +502,8 @@ def evaluate(run, agent, make_env, video_folder=None):
     if num_episodes == 0:
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
-    make_env = partial(make_env, eval_episodes=num_episodes, video_folder=video_folder)
-    with SubprocVecEnv(make_env, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
+    make = partial(make, eval_episodes=num_episodes, video_folder=video_folder)
+    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
         obs = envs.reset()
         playing, begun, ended = np.arange(num_envs), num_envs, {}  # episodes are numbered as they begin
         while len(ended) < num_episodes:

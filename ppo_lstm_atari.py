@@ -375,10 +375,11 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
     next_values[t] is V of the state that really followed step t. A terminal state is worth 0. A time limit is no
     terminal state: it bootstraps, but no advantage flows across it.
     """
+    deltas = rewards + gamma * (1 - terminated) * next_values - values
+    decay = gamma * gae_lambda * (1 - done)
     advantages, advantage = torch.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * (1 - terminated[t]) * next_values[t] - values[t]
-        advantages[t] = advantage = delta + gamma * gae_lambda * (1 - done[t]) * advantage
+        advantages[t] = advantage = deltas[t] + decay[t] * advantage
     return advantages
 
 
@@ -431,7 +432,7 @@ def approximate_kl(log_ratio):
 
 
 def update(agent, optimizer, gradient, args, batch):
-    """`update_epochs` passes over the batch, a tuple of [batch_size, ...]. -> metrics by name, means over all of it"""
+    """`update_epochs` passes over the batch, tensors [batch_size, ...]. -> metrics by name, means over all of it"""
     log_ratios, losses = [], []  # of each minibatch
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)
@@ -457,7 +458,7 @@ def annealing(args, global_step):
     return max(0.0, 1 - global_step / args.total_timesteps) if args.anneal_lr else 1.0
 
 
-def evaluate(run, agent, make_env, video_folder=None):
+def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` episodes, or whole games, on fresh environments. -> their returns and lengths
 
     The first so many that begin count, not the first to end, which would be the short ones.
@@ -466,8 +467,8 @@ def evaluate(run, agent, make_env, video_folder=None):
     if num_episodes == 0:
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
-    make_env = partial(make_env, eval_episodes=num_episodes, video_folder=video_folder)
-    with SubprocVecEnv(make_env, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
+    make = partial(make, eval_episodes=num_episodes, video_folder=video_folder)
+    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
         obs, first, state = envs.reset(), np.ones(num_envs, bool), agent.initial_state(num_envs)
         generator = torch.Generator(run.device).manual_seed(args.seed)  # of its own: training goes on with the other
         playing, begun, ended = np.arange(num_envs), num_envs, {}  # episodes are numbered as they begin
@@ -542,7 +543,7 @@ def train(args: Args) -> dict:
                     drawn = draw(obs[step], first[step], states[step])
                     actions[step], log_probs[step], values[step], states[step + 1] = drawn
                 next_obs, rewards[step], terminated[step], truncated = envs.step(actions[step].cpu().numpy())
-                next_first = done[step] = envs.terminated | truncated
+                next_first = done[step] = np.logical_or(terminated[step], truncated)
                 # What really followed is an episode's last observation where it ended. T puts the environments last.
                 followed[step] = torch.as_tensor(np.where(done[step], envs.final_obs.T, next_obs.T).T, device=device)
                 run.step(args.num_envs, envs.episodes)

@@ -30,12 +30,12 @@ OTHER_DOCSTRINGS = {
     "ppo_lstm_atari.py": {"eval_episodes"},  # a greedy policy is no use in a game: actions are drawn there
 }
 LONGEST = {
-    "ppo_mlp_gaussian.py": 912,
-    "ppo_comb_dist.py": 912,
-    "ppo_value_first.py": 973,
+    "ppo_mlp_gaussian.py": 913,
+    "ppo_comb_dist.py": 913,
+    "ppo_value_first.py": 974,
     "ppo_kl_adaptive.py": 1080,
     "ppo_lstm_atari.py": 1050,
-    "ppo_interleaved_gru_beta.py": 1060,
+    "ppo_interleaved_gru_beta.py": 1061,
 }
 LONGEST_PLUMBING = 462
 
