@@ -568,7 +568,7 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(monkeypatch, finished
     for flags in (["--no-norm-obs"], ["--env-id", "Pendulum-v1"], ["--env-id", "misbehaving:MatrixObservation-v0"]):
         args = parse(monkeypatch, module, "--resume", directory, "--total-timesteps", 8 * BATCH, *flags)
         assert_words(one_line(module.train, args), f"--resume {directory}", "does not fit this script and its flags")
-    args = parse(monkeypatch, flagship, "--resume", directory, "--total-timesteps", 8 * BATCH)
+    args = parse(monkeypatch, flagship, "--resume", directory, "--total-timesteps", 8 * BATCH, "--preset", "default")
     assert_words(one_line(flagship.train, args), f"--resume {directory}", "does not fit this script and its flags")
     assert contents(directory) == before
 
@@ -576,7 +576,7 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(monkeypatch, finished
 @every
 def test_every_flag_may_be_given_anew_and_what_follows_is_said(monkeypatch, tmp_path, finished, capsys, module):
     directory = shutil.copytree(finished(module), tmp_path / "copy")
-    flags = {"learning_rate": 1e-3, "total_timesteps": 5 * BATCH, "gamma": 0.9, "num_steps": 32, "seed": 2}
+    flags = {"learning_rate": 2e-3, "total_timesteps": 5 * BATCH, "gamma": 0.9, "num_steps": 32, "seed": 2}
     flags |= {"num_workers": 1, "eval_episodes": 1, "env_id": small_args(module, "", env="Counting").env_id}
     pairs = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items()]
     args = parse(monkeypatch, module, "--resume", directory, *itertools.chain(*pairs))
@@ -592,7 +592,7 @@ def test_every_flag_may_be_given_anew_and_what_follows_is_said(monkeypatch, tmp_
     was, now = (x.learning_rate * module.annealing(x, 3 * BATCH) for x in (types.SimpleNamespace(**old), args))
     assert f"the learning rate was {was:.3g}, is {now:.3g}" in output
     if old["anneal_lr"]:  # it was at its end
-        assert was == 0 and now == pytest.approx(1e-3 * 2 / 5)
+        assert was == 0 and now == pytest.approx(2e-3 * 2 / 5)
 
 
 @every
@@ -756,10 +756,7 @@ def test_unknown_id_is_one_line(start, module):
 
 
 @every
-@pytest.mark.parametrize(
-    "env_id",
-    ["no_such_module:X-v0", "misbehaving:NoSuch-v0", "Pendulum-v99", "?", "", "a:b:c"],
-)
+@pytest.mark.parametrize("env_id", ["no_such_module:X-v0", "misbehaving:NoSuch-v0", "Pendulum-v99", "?", ""])
 def test_every_kind_of_unknown_id_is_one_line(tmp_path, module, env_id):
     assert f"--env-id {env_id}" in one_line(module.train, small_args(module, tmp_path / "run", env_id=env_id))
 
