@@ -461,6 +461,7 @@ def train(args: Args) -> dict:
 #   Run                            one run: its directory, curves, checkpoints of whole iterations, and how it ends
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
+RESET, STEP, DONE, MORE = b"r", b"s", b".", b"+"  # single bytes: pickled messages cost a tenth of a step
 
 
 def one_line(error):
@@ -505,16 +506,16 @@ class EnvError(RuntimeError):
     """An environment, or the process that steps it, has failed; the last line says which one and why."""
 
 
-def put(row, name, value):
-    """row[name] = value, as an environment returned it, unless that would change it or it is not finite."""
-    value, shape = np.asarray(value), row[name].shape
-    if value.dtype.kind in "biuf" and (value.shape == shape or (name == "rewards" and value.size == 1)):
-        with np.errstate(all="ignore"):
-            row[name] = value.reshape(shape)
-        if np.isfinite(row[name]).all() and (row[name].dtype.kind == "f" or (row[name] == value).all()):
-            return
-    found = " ".join(repr(value).split())[:200]
-    raise EnvError(f"returned {name} that are not finite or no {row[name].dtype} of shape {shape}: {found}")
+def put(array, i, value, name):
+    """array[i] = value, as environment i returned it, unless that would change it or it is not finite. -> the value"""
+    value = np.asarray(value)
+    shape = value.shape if name == "a reward" and value.size == 1 else array.shape[1:]
+    if value.dtype.kind in "biuf" and value.shape == shape:
+        array[i] = value.item() if name == "a reward" else value
+        if np.isfinite(array[i]).all() if array.dtype.kind == "f" else (array[i] == value).all():
+            return value
+    found, wanted = " ".join(repr(value).split())[:200], f"{array.dtype} of shape {array.shape[1:]}"
+    raise EnvError(f"returned {name} that is not finite or no {wanted}: {found}")
 
 
 def worker(connection, make_env, seeds, first, rows):
@@ -526,38 +527,40 @@ def worker(connection, make_env, seeds, first, rows):
     sentinel = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)
-    rows, counts = np.frombuffer(*rows)[first:], np.zeros((len(seeds), 2))  # return and length of each one's episode
-    envs, generators, env_seeds, i = [], [], [], 0
+    rows, envs, generators, env_seeds, i = np.frombuffer(*rows)[first:], [], [], [], 0
+    view, returns, lengths = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
     try:
         for i, seed in enumerate(seeds):
             generators.append(np.random.default_rng(seed))
             env_seeds.append(int(generators[i].integers(2**31)))
             envs.append(make_env())
             envs[i].action_space.seed(int(generators[i].integers(2**31)))
-        while (command := connection.recv()) is not None:
+        while command := os.read(connection.fileno(), 1):
             episodes = []
             for i, env in enumerate(envs):
-                begin = command == "reset"
-                if command == "step" and rows[i]["active"]:
-                    obs, reward, terminated, truncated, _ = env.step(rows[i]["actions"].copy())
-                    rows[i]["terminated"], rows[i]["truncated"] = terminated, truncated
-                    begin = terminated or truncated
-                    put(rows[i], "rewards", reward)
-                    put(rows[i], "final_obs" if begin else "obs", obs)
-                    counts[i] += np.asarray(reward).sum(dtype=np.float64), 1
+                begin = command == RESET
+                if command == STEP and view.active[i]:
+                    obs, reward, terminated, truncated, _ = env.step(view.actions[i].copy())
+                    view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
+                    returns[i] += put(view.rewards, i, reward, "a reward").item()  # in float64
+                    lengths[i] += 1
+                    put(view.final_obs if begin else view.obs, i, obs, "an observation")
                     if begin:
-                        episodes.append((first + i, float(counts[i, 0]), int(counts[i, 1])))
+                        episodes.append((first + i, returns[i], lengths[i]))
                 if begin:
                     draw = int(generators[i].integers(2**32))
                     random.seed(draw)  # for environments that draw from the global generators
                     np.random.seed(draw)
-                    put(rows[i], "obs", env.reset(seed=env_seeds[i])[0])
-                    env_seeds[i], counts[i] = None, 0
-            connection.send(episodes)
+                    put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
+                    env_seeds[i], returns[i], lengths[i] = None, 0.0, 0
+            os.write(connection.fileno(), MORE if episodes else DONE)
+            if episodes:
+                connection.send(episodes)
     except BaseException as error:
         known = isinstance(error, (EnvError, SystemExit))
         message = error if known else f"raised {one_line(error)}"
         with suppress(OSError):  # of a parent that is gone
+            os.write(connection.fileno(), MORE)
             connection.send(f"{'' if known else traceback.format_exc()}environment {first + i} {message}")
     for env in envs:
         with suppress(Exception):
@@ -614,25 +617,25 @@ class SubprocVecEnv(AbstractContextManager):
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
-        self._command("reset")
+        self._command(RESET)
         return self.obs
 
     def step(self, actions, active=True):
-        self.actions[:], self.active[:] = actions, active
-        if isinstance(self.single_action_space, gym.spaces.Box):  # in its own dtype: as a float32, 0.1 is above 0.1
-            np.clip(self.actions, self.single_action_space.low, self.single_action_space.high, out=self.actions)
+        self.actions[:], self.active[:], space = actions, active, self.single_action_space
+        if isinstance(space, gym.spaces.Box):  # in its own dtype: as a float32, 0.1 is above 0.1
+            self.actions[:] = np.minimum(np.maximum(self.actions, space.low), space.high)
         self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
-        self._command("step")
+        self._command(STEP)
         return self.obs, self.rewards, self.terminated, self.truncated
 
     def _command(self, command):
         self.episodes = []
         for connection in self.connections:
             with suppress(OSError):  # of a worker that died: noticed below
-                connection.send(command)
+                os.write(connection.fileno(), command)
         for part, connection, process in zip(self.slices, self.connections, self.processes):
             try:
-                answer = connection.recv()
+                answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []
             except (EOFError, OSError):
                 process.join(1)
                 answer = f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
@@ -644,8 +647,7 @@ class SubprocVecEnv(AbstractContextManager):
         """The workers close their environments and end; those that still live after two seconds are killed."""
         atexit.unregister(self.close)
         for connection in self.connections:
-            with suppress(OSError):
-                connection.send(None)
+            connection.close()  # a worker that waits reads the end
         end = time.monotonic() + 2
         for process in self.processes:
             process.join(max(0, end - time.monotonic()))
@@ -724,7 +726,7 @@ class Run(AbstractContextManager):
         self.iteration, self.global_step, self.starts, self.recent_returns = 0, 0, [], []
         self.training_seconds, self.started = 0.0, time.time()
         self.wandb_id, self.env_seed, changed = f"{time.time_ns():x}", args.seed, {}
-        self.writer = self.snapshot = self.lock = self.signum = self.pace = None
+        self.writer = self.snapshot = self.lock = self.signum = self.pace = self.signals_wait = None
         if args.resume is not None:
             self.checkpoint, directory = read_checkpoint(args.resume)
             if self.directory and self.directory.resolve() != directory.resolve():
@@ -753,8 +755,9 @@ class Run(AbstractContextManager):
     def _on_signal(self, signum, _):
         if self.signum is None:
             self.signum, self.signal_time = signum, time.monotonic()
-            raise SystemExit(128 + signum)
-        if time.monotonic() - self.signal_time > 0.5:  # timeout(1) sends its signal twice, to process and group
+            if not self.signals_wait:
+                raise SystemExit(128 + signum)
+        elif time.monotonic() - self.signal_time > 0.5:  # timeout(1) sends its signal twice, to process and group
             os._exit(128 + signum)  # a second Ctrl-C leaves at once
 
     def begin(self, envs, **parts):
@@ -821,9 +824,15 @@ class Run(AbstractContextManager):
         snapshot |= {"args": vars(self.args), "shapes": self.shapes, "wall_seconds": time.time() - self.started}
         self.snapshot = snapshot | {"rng": [generator.get_state() for generator in self.generators]}
 
-    def log(self, scalars):
+    def log(self, scalars, flush=False):
+        self.signals_wait = True  # one that raised in the writer's queue could leave a lock that no one opens
         for name, value in scalars.items() if self.writer else ():
             self.writer.add_scalar(name, value, self.global_step)
+        if flush:
+            self.writer.flush()
+        self.signals_wait = False
+        if self.signum is not None:
+            raise SystemExit(128 + self.signum)
 
     def show(self, text, passing=False):
         """A line on the console. A passing one is for a terminal alone, until the next one takes its place."""
@@ -856,7 +865,7 @@ class Run(AbstractContextManager):
         last = self.global_step >= self.budget
         if last or (args.checkpoint_interval and self.iteration % args.checkpoint_interval == 0):
             self._write("checkpoint.pt", self.snapshot)  # before the curves: a full disk may end the run there
-            self.writer.flush()
+            self.log({}, flush=True)
         self.pace = 0.9 * (self.pace or seconds / steps) + 0.1 * seconds / steps
         left = timedelta(seconds=int(max(0, self.budget - self.global_step) * self.pace))
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"

@@ -201,12 +201,10 @@ def run_script(script, flags, batch_size, seconds=None, shares=None):
 
             events = EventAccumulator(f"{folder}/run")
             events.Reload()
-            split = "time/policy" in events.Tags()["scalars"]
-            parts = ("rollout", "policy", "value") if split else ("rollout", "update")
-            seconds = {name: sum(x.value for x in events.Scalars(f"time/{name}")[1:]) for name in parts}
+            seconds = {x: sum(s.value for s in events.Scalars(f"time/{x}")[1:]) for x in ("rollout", "update")}
             iterations = len(events.Scalars("time/rollout")) - 1
             total = sum(seconds.values())
-            shares.append((batch_size * iterations / seconds["rollout"], {x: seconds[x] / total for x in parts}))
+            shares.append((batch_size * iterations / seconds["rollout"], {x: seconds[x] / total for x in seconds}))
     return speed
 
 

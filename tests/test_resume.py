@@ -180,9 +180,9 @@ def test_max_grad_norm_of_0_is_no_limit(module, tmp_path):
 def test_curves_go_on_without_a_gap_or_a_double_point_and_elsewhere(module, tmp_path, monkeypatch):
     logged, log, write = [], module.Run.log, module.Run._write
 
-    def recording_log(run, scalars):
+    def recording_log(run, scalars, flush=False):
         logged.extend((name, run.global_step, torch.as_tensor(value).item()) for name, value in scalars.items())
-        log(run, scalars)
+        log(run, scalars, flush)
 
     def write_iteration_2(run, name, state):
         if name != "checkpoint.pt" or state["iteration"] == 2:

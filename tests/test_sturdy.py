@@ -193,7 +193,7 @@ FAULTS = {
     "RaiseInReset": " raised RuntimeError: can't get up",
     "KilledInStep": "the process of environments 0 to 1 died with exit code -9",
     "ExitInStep": "the process of environments 0 to 1 died with exit code 3",
-    "ObservationNotFinite": "environment 1 returned obs that are not finite or no float32 of shape (3,): array([",
+    "ObservationNotFinite": "environment 1 returned an observation that is not finite or no float32 of shape (3,): ",
 }
 
 
@@ -212,10 +212,12 @@ def test_fault_in_an_environment_is_reported_and_nothing_is_lost(start, module, 
 
 
 @every
-@pytest.mark.parametrize("env, name", [("FinalObservationNotFinite", "final_obs"), ("RewardNotFinite", "rewards")])
+@pytest.mark.parametrize(
+    "env, name", [("FinalObservationNotFinite", "an observation"), ("RewardNotFinite", "a reward")]
+)
 def test_value_that_is_not_finite_is_the_environments_fault(tmp_path, module, env, name):
     message = one_line(module.train, small_args(module, tmp_path / "run", 10, env))
-    assert_words(message, f"environment 1 returned {name} that are not finite", f"--resume {tmp_path / 'run'}")
+    assert_words(message, f"environment 1 returned {name} that is not finite", f"--resume {tmp_path / 'run'}")
     assert_resumes(tmp_path / "run", module)
 
 
@@ -234,33 +236,32 @@ def fault(module, make_env):
 
 
 @each_text
-@pytest.mark.parametrize("when, name", [("reset", "obs"), ("step", "obs"), ("end", "final_obs")])
 @pytest.mark.parametrize(
-    "space, obs, words",
+    "when, space, obs, words",
     [
-        (LONGS, [0.5, 0.9, -0.9], ["int64", "(3,)", "0.5, 0.9, -0.9"]),
-        (LONGS, [np.nan] * 3, ["int64", "nan"]),
-        (BYTES, [-1, 0, 0], ["uint8", "-1, 0, 0"]),
-        (BYTES, [300, 0, 0], ["uint8", "300, 0, 0"]),
-        (FLOATS, 0.5, ["(3,)", "array(0.5)"]),
-        (FLOATS, [0.5], ["(3,)", "array([0.5])"]),
-        (FLOATS, [[0.5] * 3] * 2, ["(3,)", "[[0.5, 0.5, 0.5]"]),
-        (FLOATS, None, ["(3,)", "None"]),
-        (FLOATS, ["a", "b", "c"], ["(3,)", "'a', 'b', 'c'"]),
-        (DOUBLES, [1e300] * 3, ["float32", "e+300"]),
+        ("reset", LONGS, [0.5, 0.9, -0.9], ["int64", "(3,)", "0.5, 0.9, -0.9"]),
+        ("end", LONGS, [np.nan] * 3, ["int64", "nan"]),
+        ("reset", BYTES, [-1, 0, 0], ["uint8", "-1, 0, 0"]),
+        ("step", BYTES, [300, 0, 0], ["uint8", "300, 0, 0"]),
+        ("step", FLOATS, 0.5, ["(3,)", "array(0.5)"]),
+        ("end", FLOATS, [0.5], ["(3,)", "array([0.5])"]),
+        ("step", FLOATS, [[0.5] * 3] * 2, ["(3,)", "[[0.5, 0.5, 0.5]"]),
+        ("step", FLOATS, None, ["(3,)", "None"]),
+        ("step", FLOATS, ["a", "b", "c"], ["(3,)", "'a', 'b', 'c'"]),
+        ("step", DOUBLES, [1e300] * 3, ["float32", "e+300"]),
     ],
     ids=str,
 )
-def test_observation_that_its_space_can_not_hold_is_named(module, space, obs, words, when, name):
+def test_observation_that_its_space_can_not_hold_is_named(module, when, space, obs, words):
     message = fault(module, partial(Constant, space, obs, when))
-    assert_words(message, f"environment 0 returned {name} ", *words)
+    assert_words(message, "environment 0 returned an observation ", *words)
 
 
 @each_text
 @pytest.mark.parametrize("reward, word", [([1.0, 2.0], "[1., 2.]"), ([], "[]"), (None, "None"), ("much", "much")])
 def test_reward_that_is_no_number_is_named(module, reward, word):
     message = fault(module, partial(Constant, FLOATS, [0.5] * 3, reward=reward))
-    assert_words(message, "environment 0 returned rewards ", "no float32 of shape ()", word)
+    assert_words(message, "environment 0 returned a reward ", "no float32 of shape ()", word)
 
 
 @each_text
@@ -392,6 +393,25 @@ def test_signal_sent_twice_at_once_saves_too(start):
     with suppress(ProcessLookupError):
         os.killpg(run.process.pid, signal.SIGTERM)
     run.assert_stops(signal.SIGTERM)
+
+
+@each_text
+@pytest.mark.parametrize("at, count", [("add_scalar", 60), ("flush", 3)])
+def test_signal_waits_while_curves_are_written(tmp_path, monkeypatch, module, at, count):
+    """Raised inside the writer's queue it can leave a lock behind, and closing the writer would wait for ever."""
+    completed, write = [], getattr(module.SummaryWriter, at)
+
+    def signal_inside(writer, *arguments):
+        if len(completed) == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+        completed.append(write(writer, *arguments))
+
+    monkeypatch.setattr(module.SummaryWriter, at, signal_inside)
+    with pytest.raises(SystemExit) as end:
+        module.train(small_args(module, tmp_path / "run", 20, checkpoint_interval=1))
+    assert end.value.code == 128 + signal.SIGTERM
+    assert len(completed) > count  # the call that the signal hit came back
+    assert_resumes(tmp_path / "run", module)
 
 
 @each_text
