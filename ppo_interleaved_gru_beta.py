@@ -12,15 +12,15 @@
 # ///
 """PPO on interleaved states and actions: a GRU over the last 8 states, a Beta policy, and a state-prediction loss.
 
-Policy and value see one sequence of tokens, s_{t-7} a_{t-7} s_{t-6} ... a_{t-1} s_t, cut at the start of the episode.
-MLPs embed states and actions, and a GRU of two layers reads them. From its output after s_t one MLP gives the policy
-and another the value; from its output after each a_j a decoder predicts s_{j+1}:
+Policy and value see one sequence of tokens, s_{t-7} a_{t-7} s_{t-6} ... a_{t-1} s_t, fewer if the episode is younger.
+MLPs embed states and actions, and a GRU of two layers reads them, from a state of zero in each window. From its output
+after s_t one MLP gives the policy and another the value; from its output after each a_j a decoder predicts s_{j+1}:
 
     h_1, ..., h_15 = GRU(e_s(s_{t-7}), e_a(a_{t-7}), ..., e_a(a_{t-1}), e_s(s_t))
     m              = sigmoid(actor(h_15))                                     the mode; c is a parameter of its own
     action         = low + x * (high - low),   x ~ Beta(1 + c m, 1 + c (1 - m))
     V(s_t)         = critic(h_15)
-    L_state        = mean_j (decoder(h after a_j) - s_{j+1})^2                of normalised states
+    L_state        = mean_j (decoder(h after a_j) - s_{j+1})^2                normalised, mean over dimensions too
     ratio          = pi(a|s) / pi_old(a|s)
     L              = -mean min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + vf_coef * mean (V - (V_old + A))^2
                      - ent_coef * entropy + state_coef * L_state
@@ -28,15 +28,17 @@ and another the value; from its output after each a_j a decoder predicts s_{j+1}
 Source: Luo and Miao, "Improving the Representation Learning Ability of PPO Algorithm by Interleaving States and
 Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as follows:
 
-    Else as the base, ppo_mlp_gaussian.py.
-    the mode       is an output, where the paper has alpha and beta. Of a Beta(60, 60) a unit more of alpha's logit and
-                   less of beta's moves the mean by 0.2 standard deviations, a unit more of the mode's by 5.
-    the noise      is small from the start. Its c, as a Gaussian's standard deviation, is the same in every state.
+    the mode       is an output, where the paper has alpha and beta. At the first noise, Beta(22, 22), a unit of output
+                   moves the mean by 0.3 standard deviations with alpha and beta, by 3 with the mode.
+    the noise      is small from the start, and its c does not depend on the state.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
                    Episodes of robots that lie there and earn nothing are cut in training, as by a time limit.
-    batches        are small, with two passes of large steps, as Sample Factory's for MuJoCo. The horizon is long.
-    log pi_old     and V_old are kept when an action is drawn: another pass over the windows is dear.
+    batches        are small, with two passes at a learning rate of 1e-3, as Sample Factory's for MuJoCo.
+    log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
+    all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after each update alone (the
+                   first iteration has none), advantages are normalised in each minibatch, episodes go on from batch
+                   to batch, a resume begins new ones.
 
 Result:  h1hand-walk-v0, 10 M steps, 3 seeds, greedy: 917, 927, 934 (FastTD3: 928; DreamerV3, in training: 736).
          h1-walk-v0, 1 M steps, 3 seeds, greedy: 86, 776, 825; with alpha and beta as outputs (--beta-head alpha) 68,
@@ -128,7 +130,7 @@ class Args:
     norm_reward: bool = True  # divide rewards by the running std of the discounted return and clip them at 10
 
     # Luo and Miao
-    preset: str = "default"  # default or paper: sets the flags that are not given; in Python Args(**PRESETS["paper"])
+    preset: str = "default"  # default or paper: sets what neither flag nor --resume does; or Args(**PRESETS["paper"])
     window: int = 8  # states that policy and value see, with the actions between them
     interleave: bool = True  # put the actions between the states; without, the window holds states only (ablation)
     state_coef: float = 0.1  # weight of the state-prediction loss; 0: no prediction (ablation)
@@ -141,7 +143,7 @@ class Args:
     beta_head: str = "mode"  # what the network gives: the Beta's mode, or, as in the paper, alpha and beta
     init_std: float = 0.15  # noise of the first actions, as if their bounds were -1 and 1
     pose_actions: bool = True  # HumanoidBench: actions in radians from the robot's first pose, at most 1
-    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many unpaid steps; 0: don't
+    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps with |reward| < 0.01; 0: don't
 
 
 PRESETS = {  # what --preset puts in place of the defaults above
@@ -149,7 +151,7 @@ PRESETS = {  # what --preset puts in place of the defaults above
     "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "gamma": 0.99}
     | {"ent_coef": 0.05, "max_grad_norm": 0.5, "norm_reward": False, "reward_scale": 0.25, "beta_head": "alpha"}
     | {"init_std": 0.48, "pose_actions": False, "stall_steps": 0}
-    | {"learning_rate": 4e-5, "hidden_size": 512, "entropy_mean": True},  # not said there: its authors' code's
+    | {"learning_rate": 4e-5, "hidden_size": 512, "entropy_mean": True},  # from its authors' code, not the paper
 }
 
 
@@ -176,7 +178,7 @@ def check_settings(args):
 
 @cache
 def import_humanoid_bench():
-    """Imports HumanoidBench, which registers its ids, and mends four things in it; once in a process."""
+    """Imports HumanoidBench, which registers its ids, and mends what keeps it from running here; once in a process."""
     import humanoid_bench.env
     from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
@@ -192,7 +194,7 @@ def import_humanoid_bench():
 
 
 class PoseActions(gym.ActionWrapper):
-    """HumanoidBench's actions as radians from the robot's first pose: 0 holds it, 1 is a radian beyond and the most."""
+    """HumanoidBench's actions as radians from the robot's first pose, from -1 to 1: 0 holds the pose."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -205,7 +207,7 @@ class PoseActions(gym.ActionWrapper):
 
 
 class EndStalled(gym.Wrapper):
-    """Truncates an episode after `stall_steps` rewards in a row below 0.01 (in absolute value), once it had another."""
+    """Truncates an episode after `stall_steps` rewards in a row of less than 0.01 (absolute), after a larger one."""
 
     def __init__(self, env, stall_steps):
         super().__init__(env)
@@ -326,7 +328,7 @@ def slide(states, actions, num_before, next_states, first):
         actions       -  -  -  -     a0 -  -  -     a0 a1 -  -     a0 a1 a2 -     a1 a2 a3 -     -  -  -  -
         num_before    0              1              2              3              3              0
 
-    - is padding: nothing, or what is left of an earlier episode.
+    - is padding: nothing, or what is left of an earlier episode. Whoever acts writes a_t at num_before.
     """
     most, device = states.shape[1] - 1, states.device
     full = (num_before == most)[:, None, None]
@@ -387,7 +389,7 @@ class Agent(nn.Module):
         return self.critic(state if self.args.separate_critic else output).squeeze(-1)
 
     def prediction_loss(self, outputs, states, num_before):
-        """Mean squared error of what the decoder makes of the outputs before states[:, 1:], without the padding's."""
+        """Mean squared error of decoder(the output before a state) against that state, without the padding."""
         predictions = self.decoder(outputs[:, 1::2] if self.args.interleave else outputs[:, :-1])
         errors = (predictions - states[:, 1:]).square().mean(-1)  # [B, window - 1]
         mask = torch.arange(errors.shape[1], device=errors.device) < num_before[:, None]
@@ -493,7 +495,7 @@ def annealing(args, global_step):
 def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
-    The first so many that begin count, not the first to end, which would be the short ones.
+    Those that begin first count: those that end first would be the short ones.
     """
     args, num_episodes = run.args, run.args.eval_episodes
     if num_episodes == 0:
@@ -532,7 +534,7 @@ def train(args: Args) -> dict:
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
 
-        # The compiler leaves the GRU alone.
+        # torch.compile leaves the GRU as it is.
         gradient = compile_function(minibatch_gradient, device) if args.compile else minibatch_gradient
         read = compile_function(agent.read, device) if args.compile and device.type == "cuda" else agent.read
 
@@ -544,15 +546,15 @@ def train(args: Args) -> dict:
         while run.global_step < run.budget:
             optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
 
-            # Collect. The policy and the observation statistics stay as they are until the update.
+            # Collect. The policy and the observation statistics stay as they are in the meantime.
             rollout_start = time.perf_counter()
             rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
-            steps = []  # of each its windows, with normalised states, and what comes of them
+            steps = []  # of each the window, its states normalised, action, log-probability and value
             for step in range(args.num_steps):
                 obs[step] = torch.as_tensor(next_obs, device=device)
                 states, past, num_before = windows = slide(*windows, obs[step], first)
                 with torch.no_grad():
-                    states = agent.obs_norm(states)
+                    states = agent.obs_norm(states)  # `windows` keeps them raw: the statistics will change
                     output, _, current = read(states, past, num_before)
                     policy, values = agent.policy(output), agent.value(output, current)
                     actions = past[torch.arange(args.num_envs), num_before] = policy.sample()
@@ -562,7 +564,7 @@ def train(args: Args) -> dict:
                 followed[step] = torch.as_tensor(np.where(first[:, None], envs.final_obs, next_obs), device=device)
                 run.step(args.num_envs, envs.episodes)
 
-            # Advantages. V of what followed is the next step's, but where an episode ended and after the last step.
+            # Advantages. V of what followed is the next step's; at episode ends and the last step it is computed here.
             update_start = time.perf_counter()
             torch.set_num_threads(update_threads)
             rewards, terminated, done = (torch.as_tensor(x, device=device) for x in (rewards, terminated, done))
@@ -570,10 +572,10 @@ def train(args: Args) -> dict:
             scaled_rewards = return_norm.scale(rewards) if args.norm_reward else rewards
             states, past, num_before, actions, log_probs, values = (torch.stack(x) for x in zip(*steps))
             with torch.no_grad():
-                next_values = torch.cat([values[1:], values[-1:]])
+                next_values = values.roll(-1, 0)
                 ends = done.bool()
                 ends[-1] = True
-                ending = (x[ends] for x in (states, past, num_before))  # windows [B, ...]
+                ending = (x[ends] for x in (states, past, num_before))  # windows [B, ...]; `past` has a_t already
                 output, _, current = agent.read(*slide(*ending, agent.obs_norm(followed[ends]), first=False))
                 next_values[ends] = agent.value(output, current)
                 advantages = compute_gae(
@@ -655,7 +657,7 @@ class EnvError(RuntimeError):
 
 
 def put(array, i, value, name):
-    """array[i] = value, as environment i returned it, unless that would change it or it is not finite. -> the value"""
+    """array[i] = value, as the environment returned it; EnvError if that changes it or it is not finite. -> value"""
     value = np.asarray(value)
     shape = value.shape if name == "a reward" and value.size == 1 else array.shape[1:]
     if value.dtype.kind in "biuf" and value.shape == shape:
@@ -724,7 +726,7 @@ class SubprocVecEnv(AbstractContextManager):
     observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists (environment, return, length) of
     those that ended in this step. step(actions, active) lets environments rest where `active` [num_envs] is false.
     `seed`, an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that
-    draw from a global generator in `step`. `make_env` can be pickled. Raises EnvError where one of them fails.
+    draw from a global generator in `step`. `make_env` must be picklable. Raises EnvError where one of them fails.
     """
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
@@ -770,7 +772,7 @@ class SubprocVecEnv(AbstractContextManager):
 
     def step(self, actions, active=True):
         self.actions[:], self.active[:], space = actions, active, self.single_action_space
-        if isinstance(space, gym.spaces.Box):  # in its own dtype: as a float32, 0.1 is above 0.1
+        if isinstance(space, gym.spaces.Box):  # in its own dtype: float32(0.1) > 0.1
             self.actions[:] = np.minimum(np.maximum(self.actions, space.low), space.high)
         self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
         self._command(STEP)
@@ -863,8 +865,8 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. As a context it saves a copy of the last whole iteration, however it ends; nothing else is ever saved,
-    so that a signal may raise wherever it lands."""
+    """One run. However it ends, a copy of the last whole iteration is saved, and never anything else: so a signal may
+    raise wherever it lands."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags.
     progress = "iteration global_step starts recent_returns training_seconds wandb_id".split()
@@ -889,14 +891,14 @@ class Run(AbstractContextManager):
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        batch_size = args.num_envs * args.num_steps or 1  # 1: of whole episodes, so of any size
+        batch_size = args.num_envs * args.num_steps or 1  # --num-steps 0 (adaptive KL): whole episodes
         iterations = max(0, args.total_timesteps - self.global_step) // batch_size
         self.budget = self.global_step + iterations * batch_size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.manual_seed(args.seed)
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # of the curves
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # `log` says it
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
@@ -906,7 +908,7 @@ class Run(AbstractContextManager):
             if not self.signals_wait:
                 raise SystemExit(128 + signum)
         elif time.monotonic() - self.signal_time > 0.5:  # timeout(1) sends its signal twice, to process and group
-            os._exit(128 + signum)  # a second Ctrl-C leaves at once
+            os._exit(128 + signum)  # a second Ctrl-C leaves at once, unsaved
 
     def begin(self, envs, **parts):
         """Opens the run's directory. With --resume loads the checkpoint into `parts`: name=module or optimizer."""

@@ -32,6 +32,8 @@ kl_targ exchanged). --preset post, the default, is that post: else as the base, 
     networks       are sized from the task, and the variance learns faster.
     actions        Unlike in the post, environments get them clipped: control costs are those of clipped actions.
 
+So statistics change after each update alone, log pi_old is computed after the rollout, a resume begins new episodes.
+
 --preset paper is the base, but with a constant learning rate and no limit on the gradient's norm or V's change. With
 --objective clip | none | kl-fixed | kl-adaptive each row of Table 1 of Schulman et al. 2017 (arXiv:1707.06347) is one
 command. There beta doubles where KL > 1.5 * kl_targ and halves where KL < kl_targ / 1.5, without hinge and early stop.
@@ -496,7 +498,7 @@ def annealing(args, global_step):
 def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
-    The first so many that begin count, not the first to end, which would be the short ones.
+    Those that begin first count: those that end first would be the short ones.
     """
     args, num_episodes = run.args, run.args.eval_episodes
     if num_episodes == 0:
@@ -569,7 +571,7 @@ def train(args: Args) -> dict:
             for group, lr in zip(optimizer.param_groups, (policy_lr, value_learning_rate * lr_scales[1])):
                 group["lr"] = lr * annealing(args, run.global_step)
 
-            # Collect. The policy and the observation statistics stay as they are until the update.
+            # Collect. The policy and the observation statistics stay as they are in the meantime.
             rollout_start = time.perf_counter()
             *rollout, episodes = collect(agent, draw, envs, device, num_steps, num_episodes)
             obs, actions, rewards, terminated, done, followed, taken = rollout  # [steps, num_envs, ...], as all below
@@ -671,7 +673,7 @@ class EnvError(RuntimeError):
 
 
 def put(array, i, value, name):
-    """array[i] = value, as environment i returned it, unless that would change it or it is not finite. -> the value"""
+    """array[i] = value, as the environment returned it; EnvError if that changes it or it is not finite. -> value"""
     value = np.asarray(value)
     shape = value.shape if name == "a reward" and value.size == 1 else array.shape[1:]
     if value.dtype.kind in "biuf" and value.shape == shape:
@@ -740,7 +742,7 @@ class SubprocVecEnv(AbstractContextManager):
     observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists (environment, return, length) of
     those that ended in this step. step(actions, active) lets environments rest where `active` [num_envs] is false.
     `seed`, an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that
-    draw from a global generator in `step`. `make_env` can be pickled. Raises EnvError where one of them fails.
+    draw from a global generator in `step`. `make_env` must be picklable. Raises EnvError where one of them fails.
     """
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
@@ -786,7 +788,7 @@ class SubprocVecEnv(AbstractContextManager):
 
     def step(self, actions, active=True):
         self.actions[:], self.active[:], space = actions, active, self.single_action_space
-        if isinstance(space, gym.spaces.Box):  # in its own dtype: as a float32, 0.1 is above 0.1
+        if isinstance(space, gym.spaces.Box):  # in its own dtype: float32(0.1) > 0.1
             self.actions[:] = np.minimum(np.maximum(self.actions, space.low), space.high)
         self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
         self._command(STEP)
@@ -879,8 +881,8 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. As a context it saves a copy of the last whole iteration, however it ends; nothing else is ever saved,
-    so that a signal may raise wherever it lands."""
+    """One run. However it ends, a copy of the last whole iteration is saved, and never anything else: so a signal may
+    raise wherever it lands."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags.
     progress = "iteration global_step starts recent_returns training_seconds wandb_id".split()
@@ -905,14 +907,14 @@ class Run(AbstractContextManager):
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        batch_size = args.num_envs * args.num_steps or 1  # 1: of whole episodes, so of any size
+        batch_size = args.num_envs * args.num_steps or 1  # --num-steps 0 (adaptive KL): whole episodes
         iterations = max(0, args.total_timesteps - self.global_step) // batch_size
         self.budget = self.global_step + iterations * batch_size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.manual_seed(args.seed)
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # of the curves
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # `log` says it
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
@@ -922,7 +924,7 @@ class Run(AbstractContextManager):
             if not self.signals_wait:
                 raise SystemExit(128 + signum)
         elif time.monotonic() - self.signal_time > 0.5:  # timeout(1) sends its signal twice, to process and group
-            os._exit(128 + signum)  # a second Ctrl-C leaves at once
+            os._exit(128 + signum)  # a second Ctrl-C leaves at once, unsaved
 
     def begin(self, envs, **parts):
         """Opens the run's directory. With --resume loads the checkpoint into `parts`: name=module or optimizer."""

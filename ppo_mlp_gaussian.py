@@ -351,7 +351,7 @@ def annealing(args, global_step):
 def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
-    The first so many that begin count, not the first to end, which would be the short ones.
+    Those that begin first count: those that end first would be the short ones.
     """
     args, num_episodes = run.args, run.args.eval_episodes
     if num_episodes == 0:
@@ -406,7 +406,7 @@ def train(args: Args) -> dict:
         while run.global_step < run.budget:
             optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
 
-            # Collect. The policy and the observation statistics stay as they are until the update.
+            # Collect. The policy and the observation statistics stay as they are in the meantime.
             rollout_start = time.perf_counter()
             rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
             for step in range(args.num_steps):
@@ -507,7 +507,7 @@ class EnvError(RuntimeError):
 
 
 def put(array, i, value, name):
-    """array[i] = value, as environment i returned it, unless that would change it or it is not finite. -> the value"""
+    """array[i] = value, as the environment returned it; EnvError if that changes it or it is not finite. -> value"""
     value = np.asarray(value)
     shape = value.shape if name == "a reward" and value.size == 1 else array.shape[1:]
     if value.dtype.kind in "biuf" and value.shape == shape:
@@ -576,7 +576,7 @@ class SubprocVecEnv(AbstractContextManager):
     observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists (environment, return, length) of
     those that ended in this step. step(actions, active) lets environments rest where `active` [num_envs] is false.
     `seed`, an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that
-    draw from a global generator in `step`. `make_env` can be pickled. Raises EnvError where one of them fails.
+    draw from a global generator in `step`. `make_env` must be picklable. Raises EnvError where one of them fails.
     """
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
@@ -622,7 +622,7 @@ class SubprocVecEnv(AbstractContextManager):
 
     def step(self, actions, active=True):
         self.actions[:], self.active[:], space = actions, active, self.single_action_space
-        if isinstance(space, gym.spaces.Box):  # in its own dtype: as a float32, 0.1 is above 0.1
+        if isinstance(space, gym.spaces.Box):  # in its own dtype: float32(0.1) > 0.1
             self.actions[:] = np.minimum(np.maximum(self.actions, space.low), space.high)
         self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
         self._command(STEP)
@@ -715,8 +715,8 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. As a context it saves a copy of the last whole iteration, however it ends; nothing else is ever saved,
-    so that a signal may raise wherever it lands."""
+    """One run. However it ends, a copy of the last whole iteration is saved, and never anything else: so a signal may
+    raise wherever it lands."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags.
     progress = "iteration global_step starts recent_returns training_seconds wandb_id".split()
@@ -741,14 +741,14 @@ class Run(AbstractContextManager):
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        batch_size = args.num_envs * args.num_steps or 1  # 1: of whole episodes, so of any size
+        batch_size = args.num_envs * args.num_steps or 1  # --num-steps 0 (adaptive KL): whole episodes
         iterations = max(0, args.total_timesteps - self.global_step) // batch_size
         self.budget = self.global_step + iterations * batch_size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.manual_seed(args.seed)
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # of the curves
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # `log` says it
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
@@ -758,7 +758,7 @@ class Run(AbstractContextManager):
             if not self.signals_wait:
                 raise SystemExit(128 + signum)
         elif time.monotonic() - self.signal_time > 0.5:  # timeout(1) sends its signal twice, to process and group
-            os._exit(128 + signum)  # a second Ctrl-C leaves at once
+            os._exit(128 + signum)  # a second Ctrl-C leaves at once, unsaved
 
     def begin(self, envs, **parts):
         """Opens the run's directory. With --resume loads the checkpoint into `parts`: name=module or optimizer."""

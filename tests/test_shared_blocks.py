@@ -31,11 +31,11 @@ OTHER_DOCSTRINGS = {
 }
 LONGEST = {
     "ppo_mlp_gaussian.py": 922,
-    "ppo_comb_dist.py": 922,
-    "ppo_value_first.py": 983,
-    "ppo_kl_adaptive.py": 1086,
-    "ppo_lstm_atari.py": 1056,
-    "ppo_interleaved_gru_beta.py": 1070,
+    "ppo_comb_dist.py": 924,
+    "ppo_value_first.py": 986,
+    "ppo_kl_adaptive.py": 1088,
+    "ppo_lstm_atari.py": 1057,
+    "ppo_interleaved_gru_beta.py": 1072,
 }
 LONGEST_PLUMBING = 473
 
