@@ -2,7 +2,7 @@
 # Sweeps: every combination of environments and seeds as one run, on this machine or on a Slurm cluster.
 #
 #   ./benchmark.sh ppo_mlp_gaussian.py --env-ids HalfCheetah-v5 Hopper-v5 --seeds 5 -- --total-timesteps 1000000
-#   ./benchmark.sh base             a suite: the runs behind one table of results/README.md
+#   ./benchmark.sh base             a suite: the runs behind one table of docs/
 #   ./benchmark.sh base --keep      its finished runs as small copies in results/runs/base, its table and its figure
 #
 #   --env-ids ID...         the environments              --seeds N      seeds 1 to N (default 1)
@@ -50,7 +50,7 @@ sweep() {
   done
 }
 
-# The suites: the runs behind the tables of results/README.md.
+# The suites: the runs behind the tables of docs/.
 suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent interleaved interleaved-ablations"
 suite() {
   case $1 in

@@ -1,17 +1,19 @@
 """Speed against peers and against the limit: prints a Markdown table of ratios, all measured in one run.
 
     python tests/bench_speed.py                              # what needs no peers
-    python tests/bench_speed.py --only base value-first atari --sb3-python sb3/bin/python \
-        --cleanrl-python cleanrl/bin/python --cleanrl PATH/ppo_continuous_action.py     # CleanRL's others lie beside it
+    python tests/bench_speed.py --only base value-first atari --sb3-python sb3-env/bin/python \
+        --cleanrl-python cleanrl-env/bin/python --cleanrl cleanrl/cleanrl/ppo_continuous_action.py
 
 Run it on a machine that does nothing else. The contenders take turns (A B A B ...) for `--rounds` rounds; the table
 gives the medians of the speeds, and the median, minimum and maximum of the rounds' ratios.
 
 The peers live in environments of their own:
 
-    python -m venv sb3      &&  sb3/bin/pip install torch==2.13.0 stable-baselines3 "gymnasium[mujoco]" mujoco==3.1.6
-    python -m venv cleanrl  &&  cleanrl/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==3.1.6 imageio tyro \
-        tensorboard ale-py==0.9.0 opencv-python-headless
+    python -m venv sb3-env
+    sb3-env/bin/pip install torch==2.13.0 stable-baselines3 "gymnasium[mujoco]" mujoco==3.1.6
+    python -m venv cleanrl-env
+    cleanrl-env/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==3.1.6 imageio tyro tensorboard \
+        ale-py==0.9.0 opencv-python-headless
     git clone https://github.com/vwxyzjn/cleanrl
 
 CleanRL's script needs Gymnasium 0.29 (a wrapper's signature has changed since), which has HalfCheetah-v4, not v5: the

@@ -1,4 +1,4 @@
-"""The README's code runs, and what it lists exists."""
+"""The code of the README and the pages runs, and what they list exists."""
 
 import importlib
 import re
@@ -22,9 +22,8 @@ WRITTEN_BY = {
     "losses/clamped_targets": [],
     **dict.fromkeys(("losses/kl", "losses/beta", "losses/epochs"), ["ppo_kl_adaptive"]),
 }
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-# Their policies load by the base's snippet with another import, which the README names.
-LIKE_THE_BASE = ["ppo_comb_dist"]
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+TEXT = "\n".join([README, *PAGES.values()])
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)
@@ -40,25 +39,47 @@ def run(request, tmp_path_factory):
     return request.param, args, directory
 
 
-def test_snippet_loads_a_policy_and_acts(run, monkeypatch):
+def snippets(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_snippet_loads_a_policy_and_plays_an_episode(run, monkeypatch, capsys):
     script, args, directory = run
-    shown = "ppo_mlp_gaussian" if script in LIKE_THE_BASE else script
-    (snippet,) = [text for text in SNIPPETS if f"from {shown} import Agent, Args" in text]
-    snippet = snippet.replace(shown, script)
-    assert f"from {script} import Agent, Args" in README
+    (snippet,) = [text for text in snippets(PAGES[script]) if f"from {script} import Agent, Args" in text]
+    assert f'gym.make("{args.env_id}")' in snippet or f'make_env("{args.env_id}")' in snippet
     monkeypatch.syspath_prepend(ROOT)
     namespace = {}
     exec(snippet.replace("runs/my-run", str(directory)), namespace)
-    assert f'gym.make("{args.env_id}")' in snippet or f'make_env("{args.env_id}")' in snippet
     assert namespace["env"].action_space.contains(namespace["action"])
-    assert np.isfinite(namespace["env"].step(namespace["action"])[0]).all()
+    assert re.search(r"-?\d", capsys.readouterr().out)  # the episode's return
+
+
+def test_an_environment_of_ones_own_is_learned(tmp_path, monkeypatch):
+    (snippet,) = snippets(README)
+    (tmp_path / "my_env.py").write_text(snippet)
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("ppo_mlp_gaussian")
+    result = module.train(module.Args(env_id="my_env:Reach-v0", total_timesteps=16384, eval_episodes=5, cuda=False))
+    assert np.mean(result["eval_returns"]) > -10  # who never moves gets -50, who goes straight to 0 some -3
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{stem}.md" for stem in PAGES), "results/README.md"])
+def test_links_lead_somewhere_and_pages_are_short(name):
+    text = (ROOT / name).read_text()
+    assert len(text.splitlines()) <= (200 if name == "README.md" else 250)
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        path = (ROOT / name).parent / target if target else ROOT / name
+        assert path.exists(), target
+        headings = [line.strip("# ").lower() for line in path.read_text().splitlines()] if anchor else [anchor]
+        headings = [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings]
+        assert anchor in headings, f"{target}#{anchor}"
 
 
 def test_every_scalar_is_explained_and_every_explained_one_is_written(run):
     script, _, directory = run
     events = EventAccumulator(str(directory)).Reload()
     written = set(events.Tags()["scalars"])
-    named = set(re.findall(r"`((?:charts|losses|eval|time)/\w+)`", README))
+    named = set(re.findall(r"`((?:charts|losses|eval|time)/\w+)`", TEXT))
     assert written <= named
     assert written == {name for name in named if script in WRITTEN_BY.get(name, SCRIPTS)}
 
@@ -76,14 +97,20 @@ def test_the_table_lists_every_script_with_its_default_environment(script):
     assert row.split("|")[4].strip() == module.Args().env_id
 
 
-def test_flags_in_the_readme_exist():
+def test_flags_in_the_pages_exist():
     known = set()
     for name in SCRIPTS:
         for field in fields(importlib.import_module(name).Args):
             flag = field.name.replace("_", "-")
             known |= {f"--{flag}", f"--no-{flag}"} if field.type is bool else {f"--{flag}"}
-    tools = "".join((ROOT / name).read_text() for name in ("benchmark.sh", "plot_runs.py"))
+    tools = [
+        ROOT / "benchmark.sh",
+        ROOT / "plot_runs.py",
+        ROOT / "tests/bench_speed.py",
+        *(ROOT / "results").glob("*.py"),
+    ]
+    tools = "".join(path.read_text() for path in tools)
     known |= set(re.findall(r"--[a-z][a-z-]+", tools))
-    assert set(re.findall(r"(?<=`)--[a-z][a-z-]+|(?<= )--[a-z][a-z-]+", README)) - known <= {
+    assert set(re.findall(r"(?<=`)--[a-z][a-z-]+|(?<= )--[a-z][a-z-]+", TEXT)) - known <= {
         "--no-deps", "--logdir", "--help", "--ntasks", "--wrap",
     }  # fmt: skip
