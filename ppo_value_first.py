@@ -74,6 +74,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 
+if __name__ == "__main__":  # a Ctrl-C in the seconds that the imports take ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import gymnasium as gym
 import numpy as np
 import torch
@@ -417,7 +420,8 @@ def evaluate(run, agent, make, video_folder=None):
                 run.show(f"evaluation {len(ended)}/{num_episodes}", passing=True)
     returns, lengths = map(list, zip(*(ended[i] for i in range(num_episodes))))
     mean, std = np.mean(returns), np.std(returns)
-    run.show(f"evaluation: mean return {mean:.1f}, standard deviation {std:.1f}, {num_episodes} episodes")
+    where = f", recorded in {video_folder}" if video_folder else ""
+    run.show(f"evaluation: mean return {mean:.1f}, standard deviation {std:.1f}, {num_episodes} episodes{where}")
     run.log({"eval/episodic_return": mean, "eval/episodic_length": np.mean(lengths)})
     return returns, lengths
 
@@ -558,7 +562,8 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
             raise gym.error.Error(f"{space} has no element, or no fixed number of them")
     except Exception as error:
         hint = "; put what a notebook registers into a module, for its processes: module:id" if in_worker else ""
-        if video_folder:
+        gl = "MUJOCO_GL" in os.environ and isinstance(error, (AttributeError, ImportError))  # its library is missing
+        if video_folder or gl:
             hint = "; frames of MuJoCo need MUJOCO_GL=egl (Debian's libegl1) or MUJOCO_GL=osmesa (Debian's libosmesa6)"
         elif not isinstance(error, (gym.error.Error, ImportError, OSError, NotImplementedError)):
             traceback.print_exc()  # its constructor's own fault

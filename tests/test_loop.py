@@ -173,7 +173,8 @@ def for_environment(args, space, actions):
 def trained_on(function, outputs, *inputs):
     """What minibatch_gradient gave and got."""
     got = inspect.signature(function).bind(*inputs).arguments
-    found = {name: got[name].clone().flatten() for name in ("log_probs", "advantages", "returns")}
+    names = ["log_probs", "advantages", "returns", *({"values", "old_mean"} & got.keys())]
+    found = {name: got[name].clone() if name == "old_mean" else got[name].clone().flatten() for name in names}
     return SimpleNamespace(phase=got.get("phase", "policy"), log_ratio=outputs[0].clone().flatten(), **found)
 
 
@@ -349,7 +350,7 @@ def test_statistics_are_of_everything_seen_before_the_iteration(run):
 
 
 def test_the_first_minibatch_has_the_log_probs_of_the_draws(run):
-    """Ratios of 1, log-probabilities as recorded at the draw; and in each the advantages and returns of its steps."""
+    """Ratios of 1, log-probabilities as recorded at the draw; and in each what else belongs to its steps."""
     value_first = run.name == VALUE_FIRST and run.args.order == "value-first"
     for rollout in run.iterations:
         drawn = torch.stack([step.draws[0][2] for step in rollout.steps])[rollout.active]
@@ -363,6 +364,11 @@ def test_the_first_minibatch_has_the_log_probs_of_the_draws(run):
                 assert torch.equal(minibatch.advantages, advantages[place])
                 minibatch.rows = order[place]
                 assert torch.equal(minibatch.returns, returns[minibatch.rows])
+                if hasattr(minibatch, "values"):
+                    assert torch.equal(minibatch.values, rollout.gae[0].values[rollout.active][minibatch.rows])
+                if hasattr(minibatch, "old_mean"):
+                    means = torch.stack([step.draws[0][0][0] for step in rollout.steps])[rollout.active]
+                    close(minibatch.old_mean, means[minibatch.rows])
         epoch = torch.cat([minibatch.rows for minibatch in minibatches[: run.args.num_minibatches]])
         assert torch.equal(epoch.sort()[0], torch.arange(len(drawn)))
         first, last, ones = minibatches[0], minibatches[-1], torch.ones(len(minibatches[0].rows))

@@ -432,6 +432,14 @@ def test_second_interrupt_leaves_at_once(start):
     assert "stopped by" not in run.stderr.read_text() and not (run.directory / "checkpoint.pt").exists()
 
 
+@every
+def test_interrupt_while_modules_are_imported_leaves_no_traceback(start, module):
+    run = start(*ENDLESS, module=module, PYTHONVERBOSE="1")  # names each module on stderr as it is imported
+    run.wait_until(lambda: "import 'numpy'" in run.stderr.read_text())
+    run.signal(signal.SIGINT)
+    run.assert_ends(-signal.SIGINT, since=run.sent)
+
+
 @each_text
 def test_signal_in_an_evaluation_ends_the_run(start, module):
     run = start(*ENDLESS, "--eval-interval=1", "--eval-episodes=1000000", module=module)
@@ -872,6 +880,18 @@ def test_video_without_rendering_is_one_line(start):
     run = start("--env-id=InvertedPendulum-v5", "--capture-video", "--eval-episodes=1", MUJOCO_GL="disabled")
     # Gymnasium's viewer, half made, complains as it is thrown away.
     run.assert_ends(1, "MUJOCO_GL=egl", "libosmesa6", traceback=None)
+
+
+@pytest.mark.parametrize("reason", [AttributeError("no attribute 'glGetError'"), ImportError("no EGL")])
+def test_missing_opengl_is_not_blamed_on_the_environment(monkeypatch, reason):
+    def make(*_, **__):
+        raise reason
+
+    monkeypatch.setattr(gym, "make", make)
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    assert_words(one_line(base.gym_make, "HalfCheetah-v5"), str(reason), "MUJOCO_GL=osmesa", "libosmesa6")
+    monkeypatch.delenv("MUJOCO_GL")
+    assert "MUJOCO_GL" not in str(pytest.raises(SystemExit, base.gym_make, "HalfCheetah-v5").value)
 
 
 @pytest.mark.filterwarnings("ignore:.*render_mode")
