@@ -132,13 +132,13 @@ suite() {
       done
       ;;
     interleaved)
-      local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py
-      sweep "$flagship" h1hand-walk-v0 3
-      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 2000000
+      local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py value
+      sweep "$flagship" h1hand-walk-v0 3 --vf-coef 0.3
+      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 2000000 \
+        --vf-coef 0.3
       # the first arm of the ablations, for twice as long
-      sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000 --learning-rate 2e-3 --no-anneal-lr
-      sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000
-      sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000 --vf-coef 5
+      sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000 --learning-rate 2e-3 --no-anneal-lr --vf-coef 0.3
+      for value in 0.3 2 5; do sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000 --vf-coef "$value"; done
       # the base as it is, and in the setting of HumanoidBench's own PPO
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000
       sweep "$base" h1hand-walk-v0 1 --exp-name humanoidbench_ppo --total-timesteps 1000000 --num-envs 4 \
@@ -147,8 +147,9 @@ suite() {
       ;;
     interleaved-ablations) # what the flagship is made of, and what it makes of the benchmark's tasks
       local part
-      for part in "" "--window 1" --no-interleave "--state-coef 0" --separate-critic "--beta-head alpha" \
-        --no-pose-actions "--stall-steps 0"; do
+      for part in "" "--vf-coef 0.3" "--vf-coef 0.3 --window 1" "--vf-coef 0.3 --no-interleave" \
+        "--vf-coef 0.3 --state-coef 0" "--vf-coef 0.3 --separate-critic" "--vf-coef 0.3 --beta-head alpha" \
+        "--vf-coef 0.3 --no-pose-actions" "--vf-coef 0.3 --stall-steps 0"; do
         # shellcheck disable=SC2086  # a part is several words, or none
         sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 \
           --learning-rate 2e-3 --no-anneal-lr $part

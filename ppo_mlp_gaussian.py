@@ -42,16 +42,12 @@ Run:     python ppo_mlp_gaussian.py --env-id HalfCheetah-v5
 Resume:  python ppo_mlp_gaussian.py --resume runs/HalfCheetah-v5__ppo_mlp_gaussian__1__1700000000
 """
 
-import argparse
 import atexit
 import copy
-import fcntl
 import io
-import itertools
 import json
 import multiprocessing
 import os
-import platform
 import random
 import shlex
 import shutil
@@ -188,10 +184,6 @@ class RunningNorm(nn.Module):
         """Normalised and clipped at 10: [..., *shape] -> float32 [..., *shape]."""
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
-    def scale(self, x):
-        """Divided by the standard deviation alone, and clipped at 10: float32 [...] -> float32 [...]."""
-        return (x / (self.var + 1e-8).sqrt().float()).clamp(-10, 10)
-
 
 def layer_init(layer, std=2**0.5):
     nn.init.orthogonal_(layer.weight, std)
@@ -200,13 +192,8 @@ def layer_init(layer, std=2**0.5):
 
 
 def mlp(input_dim, output_dim, output_std):
-    return nn.Sequential(
-        layer_init(nn.Linear(input_dim, 64)),
-        nn.Tanh(),
-        layer_init(nn.Linear(64, 64)),
-        nn.Tanh(),
-        layer_init(nn.Linear(64, output_dim), output_std),
-    )
+    hidden = layer_init(nn.Linear(input_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()
+    return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_dim), output_std))
 
 
 class Agent(nn.Module):
@@ -287,29 +274,21 @@ def discounted_returns(rewards, done, running, gamma):
     return returns
 
 
-def clipped_policy_loss(ratio, advantages, clip_coef):
-    """-min(ratio A, clip(ratio) A): zero gradient where the ratio is out of range on the side that A pushes it to."""
-    return -torch.min(ratio * advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages)
-
-
-def clipped_value_loss(new_values, values, returns, clip_coef):
-    """Squared errors; with a clip_coef the larger of the error and that of V_old plus the clipped change."""
-    errors = (new_values - returns).square()
-    if clip_coef is None:
-        return errors
-    clipped = values + (new_values - values).clamp(-clip_coef, clip_coef)
-    return torch.max(errors, (clipped - returns).square())
-
-
 def minibatch_gradient(agent, args, obs, actions, log_probs, values, advantages, returns):
     """Sets the gradient of one minibatch's loss, its norm clipped. -> log_ratio [minibatch], and the losses by name"""
     policy = agent.policy(obs)
     log_ratio = policy.log_prob(actions) - log_probs
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    policy_loss = clipped_policy_loss(log_ratio.exp(), advantages, args.clip_coef).mean()
-    clip_coef = args.clip_coef if args.clip_vloss else None
-    value_loss = 0.5 * clipped_value_loss(agent.value(obs), values, returns, clip_coef).mean()
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
+    new_values = agent.value(obs)
+    errors = (new_values - returns).square()
+    if args.clip_vloss:
+        clipped_values = values + (new_values - values).clamp(-args.clip_coef, args.clip_coef)
+        errors = torch.max(errors, (clipped_values - returns).square())
+    value_loss = 0.5 * errors.mean()
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
     loss.backward()
@@ -317,11 +296,6 @@ def minibatch_gradient(agent, args, obs, actions, log_probs, values, advantages,
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     losses = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropy}
     return log_ratio.detach(), {name: value.detach() for name, value in losses.items()}
-
-
-def approximate_kl(log_ratio):
-    """KL(pi_old || pi) from samples of pi_old: mean of (ratio - 1) - log ratio (Schulman, "Approximating KL", k3)."""
-    return (log_ratio.exp() - 1 - log_ratio).mean()
 
 
 def update(agent, optimizer, gradient, args, batch):
@@ -335,13 +309,14 @@ def update(agent, optimizer, gradient, args, batch):
             optimizer.step()
             log_ratios.append(log_ratio)
             losses.append(loss)
-        if args.target_kl is not None:
-            if approximate_kl(torch.cat(log_ratios[-args.num_minibatches :])) > args.target_kl:
-                break
+        log_ratio = torch.cat(log_ratios[-args.num_minibatches :])  # of this epoch
+        if args.target_kl is not None and (log_ratio.exp() - 1 - log_ratio).mean() > args.target_kl:
+            break
     log_ratio = torch.cat(log_ratios)
     metrics = {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
     metrics["losses/old_approx_kl"] = -log_ratio.mean()
-    metrics["losses/approx_kl"] = approximate_kl(log_ratio)
+    # Of KL(pi_old || pi) this estimate varies less: the k3 of Schulman, "Approximating KL Divergence".
+    metrics["losses/approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
     metrics["losses/clipfrac"] = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
     return metrics
 
@@ -395,11 +370,9 @@ def train(args: Args) -> dict:
         def draw(obs):
             return agent.policy(agent.obs_norm(obs)).sample()
 
-        gradient = minibatch_gradient
-        if args.compile:
-            gradient = compile_function(gradient, device)
-            if device.type == "cuda":  # on a CPU a network this small draws faster as it is
-                draw = compile_function(draw, device)
+        gradient = compile_function(minibatch_gradient, device) if args.compile else minibatch_gradient
+        if args.compile and device.type == "cuda":  # on a CPU a network this small draws faster as it is
+            draw = compile_function(draw, device)
 
         obs_dim, act_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
         obs, followed = torch.zeros((2, args.num_steps, args.num_envs, obs_dim), device=device)
@@ -426,14 +399,12 @@ def train(args: Args) -> dict:
             # Advantages. The policy has not changed: one pass gives the log-probabilities of the whole rollout.
             update_start = time.perf_counter()
             rewards, terminated, done = (torch.as_tensor(x, device=device) for x in (rewards, terminated, done))
-            scaled_rewards = return_norm.scale(rewards) if args.norm_reward else rewards
+            scaled = (rewards / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10) if args.norm_reward else rewards
             with torch.no_grad():
                 normed_obs = agent.obs_norm(obs)
                 log_probs = agent.policy(normed_obs).log_prob(actions)  # [num_steps, num_envs], as all below
                 values, next_values = agent.value(normed_obs), agent.value(agent.obs_norm(followed))
-                advantages = compute_gae(
-                    scaled_rewards, values, next_values, terminated, done, args.gamma, args.gae_lambda
-                )
+                advantages = compute_gae(scaled, values, next_values, terminated, done, args.gamma, args.gae_lambda)
                 returns = advantages + values
 
             # Update, then let the statistics see the rollout.
@@ -446,7 +417,6 @@ def train(args: Args) -> dict:
 
             # Log, save, evaluate.
             metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
-            metrics["losses/action_mean"] = actions.mean()
             metrics["losses/action_std"] = agent.log_std.exp().mean()
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(metrics, rollout_start, update_start)
@@ -498,8 +468,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
             raise gym.error.Error(f"{space} has no element, or no fixed number of them")
     except Exception as error:
         hint = "; put what a notebook registers into a module, for its processes: module:id" if in_worker else ""
-        gl = "MUJOCO_GL" in os.environ and isinstance(error, (AttributeError, ImportError))  # its library is missing
-        if video_folder or gl:
+        if video_folder or ("MUJOCO_GL" in os.environ and isinstance(error, (AttributeError, ImportError))):
             hint = "; frames of MuJoCo need MUJOCO_GL=egl (Debian's libegl1) or MUJOCO_GL=osmesa (Debian's libosmesa6)"
         elif not isinstance(error, (gym.error.Error, ImportError, OSError, NotImplementedError)):
             traceback.print_exc()  # its constructor's own fault
@@ -507,12 +476,8 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
     return env
 
 
-class EnvError(RuntimeError):
-    """An environment, or the process that steps it, has failed; the last line says which one and why."""
-
-
 def put(array, i, value, name):
-    """array[i] = value, as the environment returned it; EnvError if that changes it or it is not finite. -> value"""
+    """array[i] = value, as the environment returned it; one line if that changes it or it is not finite. -> value"""
     value = np.asarray(value)
     shape = value.shape if name == "a reward" and value.size == 1 else array.shape[1:]
     if value.dtype.kind in "biuf" and value.shape == shape:
@@ -520,7 +485,7 @@ def put(array, i, value, name):
         if np.isfinite(array[i]).all() if array.dtype.kind == "f" else (array[i] == value).all():
             return value
     found, wanted = " ".join(repr(value).split())[:200], f"{array.dtype} of shape {array.shape[1:]}"
-    raise EnvError(f"returned {name} that is not finite or no {wanted}: {found}")
+    raise SystemExit(f"returned {name} that is not finite or no {wanted}: {found}")
 
 
 def worker(connection, make_env, seeds, first, rows):
@@ -562,11 +527,12 @@ def worker(connection, make_env, seeds, first, rows):
             if episodes:
                 connection.send(episodes)
     except BaseException as error:
-        known = isinstance(error, (EnvError, SystemExit))
-        message = error if known else f"raised {one_line(error)}"
+        message = f"environment {first + i} {error}"
+        if not isinstance(error, SystemExit):
+            message = f"{traceback.format_exc()}environment {first + i} raised {one_line(error)}"
         with suppress(OSError):  # of a parent that is gone
             os.write(connection.fileno(), MORE)
-            connection.send(f"{'' if known else traceback.format_exc()}environment {first + i} {message}")
+            connection.send(message)
     for env in envs:
         with suppress(Exception):
             env.close()
@@ -581,7 +547,7 @@ class SubprocVecEnv(AbstractContextManager):
     observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists (environment, return, length) of
     those that ended in this step. step(actions, active) lets environments rest where `active` [num_envs] is false.
     `seed`, an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that
-    draw from a global generator in `step`. `make_env` must be picklable. Raises EnvError where one of them fails.
+    draw from a global generator in `step`. `make_env` must be picklable. SystemExit says which one has failed, and why.
     """
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
@@ -590,7 +556,7 @@ class SubprocVecEnv(AbstractContextManager):
             spaces = env.observation_space, env.action_space
             with suppress(Exception):
                 env.close()
-        self.num_envs, self.episodes, self.connections, self.processes = num_envs, [], [], []
+        self.num_envs, self.episodes, self.workers = num_envs, [], []  # of each: its environments, connection, process
         self.single_observation_space, self.single_action_space = space, action_space = spaces
         obs_type = np.float32 if space.dtype.kind == "f" else space.dtype, space.shape
         fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
@@ -610,15 +576,13 @@ class SubprocVecEnv(AbstractContextManager):
         with suppress(OSError, ValueError):  # the cgroup's quota; there may be no cgroup, or "max", no quota
             quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
             cores = max(1, min(cores, quota // period))
-        self.slices = np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores))
-        for part in self.slices:
+        for part in np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores)):
             connection, worker_end = context.Pipe()
             arguments = worker_end, make_env, seeds[part[0] : part[-1] + 1], int(part[0]), rows
             process = context.Process(target=worker, args=arguments)
             process.start()
-            self.connections.append(connection)
-            self.processes.append(process)
             worker_end.close()
+            self.workers.append((part, connection, process))
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
@@ -635,29 +599,29 @@ class SubprocVecEnv(AbstractContextManager):
 
     def _command(self, command):
         self.episodes = []
-        for connection in self.connections:
+        for _, connection, _ in self.workers:
             with suppress(OSError):  # of a worker that died: noticed below
                 os.write(connection.fileno(), command)
-        for part, connection, process in zip(self.slices, self.connections, self.processes):
+        for part, connection, process in self.workers:
             try:
                 answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []
             except (EOFError, OSError):
                 process.join(1)
                 answer = f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
             if isinstance(answer, str):
-                raise EnvError(answer)
+                raise SystemExit(answer)
             self.episodes += answer
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""
-        atexit.unregister(self.close)
-        for connection in self.connections:
+        for _, connection, _ in self.workers:
             connection.close()  # a worker that waits reads the end
         end = time.monotonic() + 2
-        for process in self.processes:
+        for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
             process.join(1)
+        atexit.unregister(self.close)
 
     __exit__ = close
 
@@ -674,12 +638,10 @@ def check_args(args):
     batch = f"a batch of {size} steps (--num-envs {args.num_envs} x --num-steps {args.num_steps})"
     if size % args.num_minibatches or size // args.num_minibatches < 2:
         raise SystemExit(f"--num-minibatches {args.num_minibatches}: must cut {batch} into equal parts of 2 or more")
-    if 0 < args.total_timesteps < size:
-        raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}")
-    if args.total_timesteps == 0 and (args.resume is None or args.eval_episodes == 0):
-        raise SystemExit("--total-timesteps 0 only evaluates: it needs --resume PATH and --eval-episodes of 1 or more")
-    if args.capture_video and args.eval_episodes == 0:
-        raise SystemExit("--capture-video records the last evaluation: it needs --eval-episodes of 1 or more")
+    if args.total_timesteps < size and (args.total_timesteps or args.resume is None):
+        raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}; 0 needs --resume")
+    if args.eval_episodes == 0 and (args.capture_video or args.total_timesteps == 0):
+        raise SystemExit("--eval-episodes 0: --capture-video and --total-timesteps 0 need an evaluation")
 
 
 def compile_function(function, device):
@@ -704,97 +666,73 @@ def read_checkpoint(path):
         checkpoint = torch.load(file, weights_only=True, map_location="cpu")
         return checkpoint | {"args": checkpoint["args"], "model": checkpoint["model"]}, file.parent
     except Exception as error:
-        hint = "; a run's first is saved when an iteration has ended" if isinstance(error, FileNotFoundError) else ""
-        raise SystemExit(f"--resume {path}: {file} is no whole checkpoint ({type(error).__name__}){hint}") from None
+        raise SystemExit(f"--resume {path}: {file} is no whole checkpoint ({type(error).__name__})") from None
 
 
 def parse_args(default):
     """The command line as Args. A flag that is not given is the saved run's with --resume PATH, else the default's."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    path = parser.parse_known_args()[0].resume
-    if path is not None:
-        saved = read_checkpoint(path)[0]["args"] | {"run_dir": None}
-        default = replace(default, **{name: value for name, value in saved.items() if hasattr(default, name)})
-    return tyro.cli(type(default), default=default)
+    args = tyro.cli(type(default), default=default)
+    if args.resume is not None:
+        saved = {k: v for k, v in read_checkpoint(args.resume)[0]["args"].items() if hasattr(args, k)}
+        args = tyro.cli(type(default), default=replace(default, **saved | {"run_dir": None}))
+    return args
 
 
 class Run(AbstractContextManager):
     """One run. However it ends, a copy of the last whole iteration is saved, and never anything else: so a signal may
     raise wherever it lands."""
 
-    # What a checkpoint holds besides networks, optimizers, random states and flags.
-    progress = "iteration global_step starts recent_returns training_seconds wandb_id".split()
+    # What a checkpoint holds besides networks, optimizers, random states and flags; here as it is at first.
+    progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
+    progress |= {"wall_seconds": 0.0, "wandb_id": None}
 
     def __init__(self, args):
-        self.args, self.checkpoint, self.directory = args, None, args.run_dir and Path(args.run_dir)
-        self.iteration, self.global_step, self.starts, self.recent_returns = 0, 0, [], []
-        self.training_seconds, self.started = 0.0, time.time()
-        self.wandb_id, self.env_seed, changed = f"{time.time_ns():x}", args.seed, {}
-        self.writer = self.snapshot = self.lock = self.signum = self.pace = self.signals_wait = None
-        if args.resume is not None:
-            self.checkpoint, directory = read_checkpoint(args.resume)
-            if self.directory and self.directory.resolve() != directory.resolve():
-                raise SystemExit(f"--run-dir {args.run_dir}: a run goes on in its own directory, {directory}")
-            self.directory, old = directory, self.checkpoint["args"] | {"resume": args.resume}
-            vars(self).update({name: self.checkpoint[name] for name in self.progress if name in self.checkpoint})
-            changed = {k: [old[k], v] for k, v in vars(args).items() if k != "run_dir" and old.get(k, v) != v}
-            self.env_seed = [args.seed, self.iteration]
-            self.started -= self.checkpoint.get("wall_seconds", 0)
-        elif self.directory and os.path.exists(self.directory / "checkpoint.pt"):
+        self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
+        self.checkpoint, saved_in = read_checkpoint(args.resume) if args.resume is not None else ({}, None)
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.2f}".replace("/", "-").replace(":", "-")
+        self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
+        if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: --resume {self.directory}, or name another")
+        vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
+        self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
+        old = self.checkpoint.get("args", {}) | {"resume": args.resume, "run_dir": args.run_dir}
+        changed = {k: [old[k], v] for k, v in vars(args).items() if old.get(k, v) != v}
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        batch_size = args.num_envs * args.num_steps or 1  # --num-steps 0 (adaptive KL): whole episodes
-        iterations = max(0, args.total_timesteps - self.global_step) // batch_size
-        self.budget = self.global_step + iterations * batch_size
+        left, batch_size = max(0, args.total_timesteps - self.global_step), args.num_envs * args.num_steps
+        self.budget = self.global_step + left - left % (batch_size or 1)  # num_steps 0 (adaptive KL): whole episodes
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.manual_seed(args.seed)
         threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # `log` says it
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
     def _on_signal(self, signum, _):
-        if self.signum is None:
+        if time.monotonic() > self.signal_time + 0.5:  # timeout(1) sends its signal twice, to process and group
             self.signum, self.signal_time = signum, time.monotonic()
-            if not self.signals_wait:
-                raise SystemExit(128 + signum)
-        elif time.monotonic() - self.signal_time > 0.5:  # timeout(1) sends its signal twice, to process and group
-            os._exit(128 + signum)  # a second Ctrl-C leaves at once, unsaved
+            raise SystemExit(128 + signum)
 
     def begin(self, envs, **parts):
         """Opens the run's directory. With --resume loads the checkpoint into `parts`: name=module or optimizer."""
         args, saved, self.parts = self.args, self.checkpoint, parts
         self.spaces = envs.single_observation_space, envs.single_action_space
-        self.shapes = [[*space.shape, int(getattr(space, "n", 0))] for space in self.spaces]
         self.generators = [torch.default_generator, *torch.cuda.default_generators[:1]]
-        if saved is not None:
+        if saved:
             try:
                 for name in parts if args.total_timesteps else ["model"]:
                     parts[name].load_state_dict(saved[name])
                 for generator, state in zip(self.generators, saved["rng"] if args.total_timesteps else []):
                     generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                reason = f"does not fit this script and its flags ({one_line(error)})"
-                raise SystemExit(f"--resume {args.resume}: {reason}") from None
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}".replace("/", "-").replace(":", "-")
-        names = (Path("runs", f"{name}__{int(time.time()) + i}") for i in itertools.count())
-        self.directory = self.directory or next(path for path in names if not path.exists())
+                raise SystemExit(f"--resume {args.resume} does not fit script and flags: {one_line(error)}") from None
+        self.directory.mkdir(parents=True, exist_ok=bool(saved or args.run_dir))
         self.video_folder = str(self.directory / "videos") if args.capture_video else None
         if args.capture_video:  # better now than after the training
             make_env(args.env_id, 1, self.video_folder).close()
         if args.total_timesteps == 0:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(self.directory, os.O_RDONLY)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):  # else a file system without locks
-                raise SystemExit(f"{self.directory}: another process works at this run") from None
         (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
         self._write("args.json", vars(args))
         if changed := self.starts[-1]["changed"]:
@@ -802,42 +740,34 @@ class Run(AbstractContextManager):
             was, now = (x.learning_rate * annealing(x, self.global_step) for x in (old, args))
             print("; ".join(f"--{name.replace('_', '-')} was {old}, is {new}" for name, (old, new) in changed.items()))
             print(f"the learning rate was {was:.3g}, is {now:.3g}")
-        whole = f"up to step {self.budget} of {args.total_timesteps}, in whole iterations"
-        print(f"{self.directory}: {whole}, on {self.device}", flush=True)
+        print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
         if args.track:
             import wandb  # pip install wandb
 
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.directory.name}
-            wandb.init(**run, id=self.wandb_id, resume="allow", config=vars(args), sync_tensorboard=True)
-        # What an earlier start logged after its last checkpoint, or without one, is dropped.
-        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1 if saved else 0)
+            run |= {"id": self.wandb_id, "config": vars(args)}
+            self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         self._take_snapshot()
+        self._write("checkpoint.pt", self.snapshot)
 
     def _write(self, name, state):
         buffer, file = io.BytesIO(), self.directory / name
         buffer.write(json.dumps(state, indent=2).encode()) if name.endswith(".json") else torch.save(state, buffer)
-        with open(file.with_suffix(".tmp"), "wb") as stream:
-            stream.write(buffer.getbuffer())
-            stream.flush()
-            os.fsync(stream.fileno())
+        file.with_suffix(".tmp").write_bytes(buffer.getbuffer())
         os.replace(file.with_suffix(".tmp"), file)  # a kill in the midst of writing leaves the old file whole
 
     def _take_snapshot(self):
         """Copies the state at the end of an iteration: what is saved, even when the next one is cut short."""
+        self.wall_seconds = time.time() - self.started
         snapshot = {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
         snapshot |= {name: getattr(self, name) for name in self.progress}
-        snapshot |= {"args": vars(self.args), "shapes": self.shapes, "wall_seconds": time.time() - self.started}
-        self.snapshot = snapshot | {"rng": [generator.get_state() for generator in self.generators]}
+        snapshot |= {"shapes": [[*space.shape, int(getattr(space, "n", 0))] for space in self.spaces]}
+        self.snapshot = snapshot | {"args": vars(self.args), "rng": [x.get_state() for x in self.generators]}
 
-    def log(self, scalars, flush=False):
-        self.signals_wait = True  # one that raised in the writer's queue could leave a lock that no one opens
+    def log(self, scalars):
         for name, value in scalars.items() if self.writer else ():
             self.writer.add_scalar(name, value, self.global_step)
-        if flush:
-            self.writer.flush()
-        self.signals_wait = False
-        if self.signum is not None:
-            raise SystemExit(128 + self.signum)
 
     def show(self, text, passing=False):
         """A line on the console. A passing one is for a terminal alone, until the next one takes its place."""
@@ -862,37 +792,33 @@ class Run(AbstractContextManager):
         state += [torch.as_tensor(value) for name, value in metrics.items() if name.endswith("_loss")]
         if not all(tensor.isfinite().all() for tensor in state):
             self.finish([], [], "diverged")
-            saved = "; the last good state is saved" if self.iteration else ""
-            remedy = "a loss or parameter is not finite, a lower --learning-rate may help"
-            raise SystemExit(f"diverged at step {self.global_step}: {remedy}{saved}")
+            raise SystemExit(f"diverged at step {self.global_step}: not finite any more; try a lower --learning-rate")
+        self.writer.flush()
         self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + seconds
         self._take_snapshot()
         last = self.global_step >= self.budget
         if last or (args.checkpoint_interval and self.iteration % args.checkpoint_interval == 0):
-            self._write("checkpoint.pt", self.snapshot)  # before the curves: a full disk may end the run there
-            self.log({}, flush=True)
-        self.pace = 0.9 * (self.pace or seconds / steps) + 0.1 * seconds / steps
-        left = timedelta(seconds=int(max(0, self.budget - self.global_step) * self.pace))
+            self._write("checkpoint.pt", self.snapshot)
+        left = max(0, self.budget - self.global_step) * self.training_seconds / self.global_step
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
         bar = f"[{'#' * (20 * self.global_step // self.budget):.<20.20}] " if sys.stdout.isatty() else ""
         line = f"{bar}step {self.global_step}/{args.total_timesteps}  {steps / seconds:.0f} steps/s  return {mean}"
-        self.show(f"{line}  {left} left", passing=sys.stdout.isatty() and not last)
+        self.show(f"{line}  {timedelta(seconds=int(left))} left", passing=sys.stdout.isatty() and not last)
 
     def finish(self, returns, lengths, status="finished"):
         """Writes and returns what it all came to: result.json, or, of an evaluation alone, eval.json."""
         args, name, mean = self.args, "eval.json", lambda values: float(np.mean(values)) if values else None
         result = {"returns": returns, "lengths": lengths, "mean": mean(returns), "global_step": self.global_step}
         if args.total_timesteps:
-            name, seconds = "result.json", time.time() - self.started
-            speed = self.snapshot["global_step"] / max(self.training_seconds, 1e-9)
-            modules = [x for x in ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "cv2") if x in sys.modules]
-            versions = {"python": platform.python_version()} | {x: sys.modules[x].__version__ for x in modules}
+            name, modules = "result.json", ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "cv2")
+            versions = {x: sys.modules[x].__version__ for x in modules if x in sys.modules}
             device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
             result = {"status": status, "env_id": args.env_id, "script": Path(__file__).stem, "seed": args.seed}
-            result |= {"args": vars(args), "run_dir": str(self.directory), "starts": self.starts}
+            result |= {"args": vars(args), "run_dir": str(self.directory), "starts": self.starts, "device": device}
             result |= {"global_step": self.global_step, "iterations": self.iteration, "eval_returns": returns}
-            result |= {"mean_return_last_100": mean(self.recent_returns), "wall_seconds": seconds}
-            result |= {"steps_per_second": speed, "versions": versions, "device": device}
+            result |= {"mean_return_last_100": mean(self.recent_returns), "wall_seconds": time.time() - self.started}
+            result |= {"steps_per_second": self.snapshot["global_step"] / max(self.training_seconds, 1e-9)}
+            result |= {"versions": versions | {"python": sys.version.split()[0]}}
         self._write(name, result)
         print(f"{status}: {self.directory / name}")
         return result
@@ -902,25 +828,21 @@ class Run(AbstractContextManager):
             signal.signal(signum, signal.SIG_IGN)  # what was reached is saved now; a signal must not cut that short
         where = ""
         if self.snapshot is not None:
-            saved, command = self.snapshot["iteration"], ["python", sys.argv[0], "--resume", str(self.directory)]
-            where = f"; go on with: {shlex.join(command)}" if saved else "; no iteration was finished"
+            where = f"; go on with: {shlex.join(['python', sys.argv[0], '--resume', str(self.directory)])}"
             try:
-                if saved:
-                    self._write("checkpoint.pt", self.snapshot)
-                self.writer.close()
+                self._write("checkpoint.pt", self.snapshot)
+                if self.signum is None:  # else what the signal cut short may have left the writer's lock taken for ever
+                    self.writer.close()
             except OSError as full:
                 error = error or full
-        if self.lock is not None:
-            os.close(self.lock)
         torch.set_num_threads(self.threads)
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
         if error is not None and self.signum is not None:
             print(f"\nstopped by {signal.Signals(self.signum).name}{where}", file=sys.stderr)
             raise SystemExit(128 + self.signum) from None
-        if isinstance(error, (EnvError, ImportError, OSError)):
-            reason = error if isinstance(error, EnvError) else one_line(error)
-            raise SystemExit(f"{reason}{where}") from None
+        if isinstance(error, (ImportError, OSError)) or (where and isinstance(error, SystemExit)):
+            raise SystemExit(f"{error if isinstance(error, SystemExit) else one_line(error)}{where}") from None
 
 
 if __name__ == "__main__":

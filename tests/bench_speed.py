@@ -158,7 +158,7 @@ def vecenv(args):
                 envs.step(actions[step])
             return NUM_ENVS * steps / (time.perf_counter() - start)
 
-        names = (f"SubprocVecEnv, {len(ours.slices)} workers", "AsyncVectorEnv", f"bare loops, {CORES} processes")
+        names = (f"SubprocVecEnv, {len(ours.workers)} workers", "AsyncVectorEnv", f"bare loops, {CORES} processes")
         limit = partial(bare, "ppo_mlp_gaussian", "HalfCheetah-v5", warmup, steps, 1)
         speeds = compare(args.rounds, dict(zip(names, (partial(measure, ours), partial(measure, peer), limit))))
     peer.close()

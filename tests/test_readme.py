@@ -14,7 +14,6 @@ README = (ROOT / "README.md").read_text()
 SCRIPTS = sorted(path.stem for path in ROOT.glob("ppo_*.py"))
 # Scalars that not every script writes by default.
 WRITTEN_BY = {
-    "losses/action_mean": ["ppo_mlp_gaussian"],
     "losses/action_std": ["ppo_mlp_gaussian"],
     "losses/state_loss": ["ppo_interleaved_gru_beta"],
     "losses/explained_variance_after": ["ppo_value_first"],

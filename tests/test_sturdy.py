@@ -227,7 +227,7 @@ LONGS, BYTES = gym.spaces.Box(-9, 9, (3,), np.int64), gym.spaces.Box(0, 255, (3,
 
 def fault(module, make_env):
     """The message about one of three environments that are played to the end of an episode."""
-    with pytest.raises(module.EnvError) as caught, module.SubprocVecEnv(make_env, 3, 2, 1) as envs:
+    with pytest.raises(SystemExit) as caught, module.SubprocVecEnv(make_env, 3, 2, 1) as envs:
         envs.reset()
         for _ in range(3):
             envs.step(np.zeros((3, 2)))
@@ -338,14 +338,14 @@ def test_a_worker_for_each_core_that_this_process_may_use(monkeypatch, quota, pr
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     monkeypatch.setattr(Path, "read_text", lambda path: quota if str(path) == "/sys/fs/cgroup/cpu.max" else 1 / 0)
     with base.SubprocVecEnv(partial(gym.make, "misbehaving:Healthy-v0"), 8, 0, 1) as envs:
-        assert len(envs.processes) == processes
+        assert len(envs.workers) == processes
 
 
 @each_text
 def test_workers_are_bound_to_no_core(module):
     with module.SubprocVecEnv(partial(gym.make, "misbehaving:Healthy-v0"), 2, 2, 1) as envs:
         envs.reset()
-        assert [os.sched_getaffinity(process.pid) for process in envs.processes] == [os.sched_getaffinity(0)] * 2
+        assert [os.sched_getaffinity(process.pid) for *_, process in envs.workers] == [os.sched_getaffinity(0)] * 2
 
 
 def test_environment_whose_constructor_raises_is_reported(start):
@@ -397,20 +397,22 @@ def test_signal_sent_twice_at_once_saves_too(start):
 
 @each_text
 @pytest.mark.parametrize("at, count", [("add_scalar", 60), ("flush", 3)])
-def test_signal_waits_while_curves_are_written(tmp_path, monkeypatch, module, at, count):
-    """Raised inside the writer's queue it can leave a lock behind, and closing the writer would wait for ever."""
-    completed, write = [], getattr(module.SummaryWriter, at)
+def test_signal_inside_the_curve_writers_queue_does_not_hang_the_end(tmp_path, monkeypatch, module, at, count):
+    """Raised there it can leave a lock taken, for which closing the writer would wait for ever."""
+    calls, write = itertools.count(), getattr(module.SummaryWriter, at)
 
     def signal_inside(writer, *arguments):
-        if len(completed) == count:
+        if next(calls) == count:
+            writer.file_writer.event_writer._async_writer._byte_queue.mutex.acquire()
             os.kill(os.getpid(), signal.SIGTERM)
-        completed.append(write(writer, *arguments))
+        write(writer, *arguments)
 
     monkeypatch.setattr(module.SummaryWriter, at, signal_inside)
+    start = time.monotonic()
     with pytest.raises(SystemExit) as end:
         module.train(small_args(module, tmp_path / "run", 20, checkpoint_interval=1))
-    assert end.value.code == 128 + signal.SIGTERM
-    assert len(completed) > count  # the call that the signal hit came back
+    assert end.value.code == 128 + signal.SIGTERM and next(calls) == count + 1
+    assert time.monotonic() - start < 60
     assert_resumes(tmp_path / "run", module)
 
 
@@ -422,14 +424,13 @@ def test_signal_while_a_step_hangs_saves_the_last_whole_iteration(start, module)
     run.assert_stops(signal.SIGINT, iterations=2)
 
 
-def test_second_interrupt_leaves_at_once(start):
+def test_second_interrupt_ends_the_run_all_the_same(start):
     run = start(*ENDLESS, env="HangInStep")
     run.wait_until(lambda: run.events("fault"))
     run.signal(signal.SIGINT)
     time.sleep(1)  # the first one gives the worker that hangs two seconds to end
     run.signal(signal.SIGINT)
-    run.assert_ends(130, since=run.sent, limit=BUSY)
-    assert "stopped by" not in run.stderr.read_text() and not (run.directory / "checkpoint.pt").exists()
+    run.assert_stops(signal.SIGINT, iterations=2)
 
 
 @every
@@ -528,7 +529,7 @@ def test_signal_at_whatever_line_of_a_run_leaves_a_whole_checkpoint(tmp_path, fu
             checkpoint = load(directory)
             assert checkpoint.keys() == keys
             counts = checkpoint["global_step"] / BATCH, checkpoint["iteration"], checkpoint["model"]["weight"].item()
-            assert len(set(counts)) == 1 and counts[0] >= (2 if begin == "resumed" else 1)
+            assert len(set(counts)) == 1 and counts[0] >= (2 if begin == "resumed" else 0)
     assert line > 3  # it has been there
 
 
@@ -580,7 +581,6 @@ def test_what_is_no_checkpoint_is_one_line(monkeypatch, run_copy, content):
         file.unlink() if content == "none" else shutil.rmtree(run_copy)
     message = one_line(parse, monkeypatch, base, "--resume", run_copy)
     assert_words(message, f"--resume {run_copy}", "no whole checkpoint")
-    assert ("a run's first is saved when an iteration has ended" in message) == (content in ("none", "nowhere"))
 
 
 def test_half_a_checkpoint_is_one_line_of_the_script_too(start, run_copy):
@@ -595,9 +595,9 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(monkeypatch, finished
     before = contents(directory)
     for flags in (["--no-norm-obs"], ["--env-id", "Pendulum-v1"], ["--env-id", "misbehaving:MatrixObservation-v0"]):
         args = parse(monkeypatch, module, "--resume", directory, "--total-timesteps", 8 * BATCH, *flags)
-        assert_words(one_line(module.train, args), f"--resume {directory}", "does not fit this script and its flags")
+        assert_words(one_line(module.train, args), f"--resume {directory}", "does not fit script and flags")
     args = parse(monkeypatch, flagship, "--resume", directory, "--total-timesteps", 8 * BATCH, "--preset", "default")
-    assert_words(one_line(flagship.train, args), f"--resume {directory}", "does not fit this script and its flags")
+    assert_words(one_line(flagship.train, args), f"--resume {directory}", "does not fit script and flags")
     assert contents(directory) == before
 
 
@@ -644,9 +644,7 @@ def test_run_directory_that_can_not_be_used_is_one_line_and_not_touched(monkeypa
     before = contents(finished(base))
     message = one_line(base.train, small_args(base, finished(base)))
     assert_words(message, f"--run-dir {finished(base)} holds a run", f"--resume {finished(base)}")
-    args = parse(monkeypatch, base, "--resume", finished(base), "--run-dir", tmp_path / "elsewhere")
-    assert f"--run-dir {tmp_path / 'elsewhere'}" in one_line(base.train, args)
-    assert contents(finished(base)) == before and list(tmp_path.iterdir()) == []
+    assert contents(finished(base)) == before
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file" / "run") in one_line(base.train, small_args(base, tmp_path / "file" / "run"))
 
@@ -658,11 +656,12 @@ def test_name_that_is_too_long_is_one_line(monkeypatch, tmp_path, flag):
     assert_words(one_line(base.train, args), "x" * 300, "OSError")
 
 
-def test_checkpoint_is_written_before_the_curves(monkeypatch, tmp_path):
+def test_curves_of_an_iteration_are_on_disk_before_its_checkpoint(monkeypatch, tmp_path):
+    """So a resume from it has no gap in them, however the run ended."""
     saved = []
     monkeypatch.setattr(base.SummaryWriter, "flush", lambda writer: saved.append(load(tmp_path / "run")["iteration"]))
     play(small_args(base, tmp_path / "run", checkpoint_interval=1))
-    assert saved[:3] == [1, 2, 3]
+    assert saved[:3] == [0, 1, 2]
 
 
 FULL = """
@@ -728,13 +727,14 @@ def test_divergence_keeps_the_last_good_checkpoint(module, change, tmp_path):
         assert_resumes(directory, module)
 
 
-def test_divergence_in_the_first_iteration_names_no_checkpoint(tmp_path):
+def test_divergence_in_the_first_iteration_leaves_the_beginning(tmp_path):
     args = small_args(base, tmp_path / "run", env="EnormousRewardsAtOnce", norm_reward=False)
     message = one_line(base.train, args)
     assert_words(message, "diverged at step 64", "--learning-rate")
-    assert "saved" not in message and not (tmp_path / "run" / "checkpoint.pt").exists()
+    assert load(tmp_path / "run")["iteration"] == 0
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "diverged"
-    assert base.train(small_args(base, tmp_path / "run"))["status"] == "finished"  # there it may be tried again
+    again = resume_args(base, tmp_path / "run", env_id="misbehaving:Healthy-v0")
+    assert base.train(again)["status"] == "finished"
 
 
 def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
@@ -842,29 +842,7 @@ def test_runs_of_one_name_have_a_directory_each(start, tmp_path):
     directories = list((tmp_path / "runs").iterdir())
     assert {json.loads((x / "args.json").read_text())["learning_rate"] for x in directories} == {1e-3, 1e-4, 1e-5}
     assert len(directories) == 3
-    assert all(re.fullmatch(r"misbehaving-Healthy-v0__ppo_mlp_gaussian__1__\d+", x.name) for x in directories)
-
-
-def test_second_run_of_one_name_and_second_takes_the_next_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(base.time, "time", lambda: 1000.0)
-    with base.Run(base.Args()) as one, base.Run(base.Args()) as two:
-        for run in (one, two):
-            run.begin(SPACES, model=torch.nn.Linear(1, 1))
-    assert [run.directory.name.split("__")[-1] for run in (one, two)] == ["1000", "1001"]
-
-
-@pytest.mark.parametrize("begin", ["fresh", "resumed"])
-def test_directory_in_which_another_process_works_is_left_alone(start, tmp_path, run_copy, begin):
-    directory = tmp_path / "shared" if begin == "fresh" else run_copy
-    flags = [f"--run-dir={directory}" if begin == "fresh" else f"--resume={directory}", *ENDLESS]
-    first = start(*flags, run_dir=False)
-    first.wait_until(lambda: first.steps())
-    start(*flags, run_dir=False).assert_ends(1, str(directory), "another process works at this run")
-    first.signal(signal.SIGINT)
-    first.assert_ends(130, f"--resume {directory}", since=first.sent, limit=SIGNAL_LIMIT)
-    assert load(directory)["global_step"] == first.steps()[-1]
-    assert len(list(directory.glob("events.out.*"))) == (1 if begin == "fresh" else 2)
+    assert all(re.fullmatch(r"misbehaving-Healthy-v0__ppo_mlp_gaussian__1__\d+\.\d\d", x.name) for x in directories)
 
 
 @every
@@ -915,10 +893,15 @@ def test_tracking_without_wandb_is_one_line(tmp_path, monkeypatch):
 @every
 def test_resumed_run_goes_on_with_its_curves_at_weights_and_biases(tmp_path, monkeypatch, module):
     calls = []
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: calls.append(given)))
+
+    def init(**given):
+        calls.append(given)
+        return types.SimpleNamespace(id=given["id"] or f"made{len(calls)}")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for name in ("one", "two"):
         module.train(small_args(module, tmp_path / name, 1, track=True))
     module.train(resume_args(module, tmp_path / "one", total_timesteps=2 * BATCH))
     first, other, resumed = calls
-    assert resumed["id"] == first["id"] != other["id"]
+    assert (first["id"], other["id"], resumed["id"]) == (None, None, "made1")
     assert all(call["resume"] == "allow" and call["sync_tensorboard"] for call in calls)
