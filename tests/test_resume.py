@@ -128,6 +128,16 @@ def test_two_resumes_of_one_checkpoint_are_the_same_run(module, copied):
     assert differences(*map(trained, checkpoints)) == []
 
 
+def test_resume_goes_on_in_another_directory_and_leaves_its_own_alone(copied, tmp_path):
+    before, directory = files(copied(base)), tmp_path / "copy"
+    result = base.train(resume_args(base, directory, total_timesteps=5 * BATCH, run_dir=str(tmp_path / "new")))
+    assert files(directory) == before and result["run_dir"] == str(tmp_path / "new")
+    assert [at for at, _ in points(tmp_path / "new")["charts/SPS"]] == [4 * BATCH, 5 * BATCH]
+    assert [start["global_step"] for start in load(tmp_path / "new")["starts"]] == [0, 3 * BATCH]
+    base.train(resume_args(base, directory, total_timesteps=5 * BATCH))
+    assert differences(trained(load(tmp_path / "new")), trained(load(directory))) == []
+
+
 def test_resume_seeds_its_environments_by_seed_and_iteration(copied, tmp_path, monkeypatch):
     seeds = []
 
