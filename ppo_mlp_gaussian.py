@@ -91,7 +91,7 @@ class Args:
     capture_video: bool = False  # record the last evaluation to RUN_DIR/videos (MuJoCo: MUJOCO_GL=egl or osmesa)
     num_workers: int = 0  # processes that step the environments; 0: one for each core
     compile: bool = False  # compile the update, and the policy step where that helps (needs a C++ compiler, a minute)
-    checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at the end and when stopped
+    checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at start and end and when stopped
     resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
     run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
     eval_episodes: int = 10  # greedy episodes in an evaluation; 0: no evaluation
@@ -496,7 +496,6 @@ def worker(connection, make_env, seeds, first, rows):
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
     sentinel = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
-    torch.set_num_threads(1)
     rows, envs, generators, env_seeds, i = np.frombuffer(*rows)[first:], [], [], [], 0
     view, returns, lengths = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
     try:
@@ -671,11 +670,11 @@ def read_checkpoint(path):
 
 def parse_args(default):
     """The command line as Args. A flag that is not given is the saved run's with --resume PATH, else the default's."""
-    args = tyro.cli(type(default), default=default)
+    args = tyro.cli(type(default), default=default, args=[x for x in sys.argv[1:] if x not in ("-h", "--help")])
     if args.resume is not None:
         saved = {k: v for k, v in read_checkpoint(args.resume)[0]["args"].items() if hasattr(args, k)}
-        args = tyro.cli(type(default), default=replace(default, **saved | {"run_dir": None}))
-    return args
+        default = replace(default, **saved | {"run_dir": None})
+    return tyro.cli(type(default), default=default)
 
 
 class Run(AbstractContextManager):
@@ -736,8 +735,8 @@ class Run(AbstractContextManager):
         (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
         self._write("args.json", vars(args))
         if changed := self.starts[-1]["changed"]:
-            old = SimpleNamespace(**saved["args"])
-            was, now = (x.learning_rate * annealing(x, self.global_step) for x in (old, args))
+            flags = SimpleNamespace(**saved["args"]), args
+            was, now = (x.learning_rate * annealing(x, self.global_step) for x in flags)
             print("; ".join(f"--{name.replace('_', '-')} was {old}, is {new}" for name, (old, new) in changed.items()))
             print(f"the learning rate was {was:.3g}, is {now:.3g}")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
@@ -745,7 +744,7 @@ class Run(AbstractContextManager):
             import wandb  # pip install wandb
 
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.directory.name}
-            run |= {"id": self.wandb_id, "config": vars(args)}
+            run |= {"id": None if args.run_dir else self.wandb_id, "config": vars(args)}
             self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         self._take_snapshot()
@@ -777,6 +776,8 @@ class Run(AbstractContextManager):
 
     def step(self, num_steps, episodes):
         """Counts environment steps, and logs the episodes that ended in them."""
+        if self.signum is not None:  # what it raised was lost, as in a destructor
+            raise SystemExit(128 + self.signum)
         self.global_step += num_steps
         for _, episodic_return, length in episodes:
             self.log({"charts/episodic_return": episodic_return, "charts/episodic_length": length})
@@ -784,17 +785,17 @@ class Run(AbstractContextManager):
 
     def end_iteration(self, metrics, rollout_start, update_start):
         """Logs, ends a run that has diverged, copies the state, and saves the copy where that is due."""
-        args, end, steps = self.args, time.perf_counter(), self.global_step - self.snapshot["global_step"]
-        seconds = end - rollout_start
-        times = {"time/rollout": update_start - rollout_start, "time/update": end - update_start}
-        self.log(metrics | times | {"charts/SPS": steps / seconds})
+        self.log(metrics)  # on a GPU this waits for the end of the update
+        rollout, update = update_start - rollout_start, time.perf_counter() - update_start
+        args, speed = self.args, (self.global_step - self.snapshot["global_step"]) / (rollout + update)
+        self.log({"charts/SPS": speed, "time/rollout": rollout, "time/update": update})
         state = [x for part in self.parts.values() if isinstance(part, nn.Module) for x in part.parameters()]
         state += [torch.as_tensor(value) for name, value in metrics.items() if name.endswith("_loss")]
         if not all(tensor.isfinite().all() for tensor in state):
             self.finish([], [], "diverged")
             raise SystemExit(f"diverged at step {self.global_step}: not finite any more; try a lower --learning-rate")
         self.writer.flush()
-        self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + seconds
+        self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + rollout + update
         self._take_snapshot()
         last = self.global_step >= self.budget
         if last or (args.checkpoint_interval and self.iteration % args.checkpoint_interval == 0):
@@ -802,7 +803,7 @@ class Run(AbstractContextManager):
         left = max(0, self.budget - self.global_step) * self.training_seconds / self.global_step
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
         bar = f"[{'#' * (20 * self.global_step // self.budget):.<20.20}] " if sys.stdout.isatty() else ""
-        line = f"{bar}step {self.global_step}/{args.total_timesteps}  {steps / seconds:.0f} steps/s  return {mean}"
+        line = f"{bar}step {self.global_step}/{args.total_timesteps}  {speed:.0f} steps/s  return {mean}"
         self.show(f"{line}  {timedelta(seconds=int(left))} left", passing=sys.stdout.isatty() and not last)
 
     def finish(self, returns, lengths, status="finished"):
@@ -828,9 +829,9 @@ class Run(AbstractContextManager):
             signal.signal(signum, signal.SIG_IGN)  # what was reached is saved now; a signal must not cut that short
         where = ""
         if self.snapshot is not None:
-            where = f"; go on with: {shlex.join(['python', sys.argv[0], '--resume', str(self.directory)])}"
             try:
                 self._write("checkpoint.pt", self.snapshot)
+                where = f"; go on with: {shlex.join(['python', sys.argv[0], '--resume', str(self.directory)])}"
                 if self.signum is None:  # else what the signal cut short may have left the writer's lock taken for ever
                     self.writer.close()
             except OSError as full:

@@ -634,3 +634,12 @@ def test_objectives_are_scored_as_the_paper_does(kl_tables, tmp_path):
 
 def test_random_actions_are_scored_by_whole_episodes(kl_tables):
     assert -500 < kl_tables.random_score("Pendulum-v1") / 2.5 < -400  # -1000 to -1250, 200 steps each
+
+
+def test_help_lists_the_defaults_of_the_preset_or_of_the_saved_run(monkeypatch, capsys, finished):
+    monkeypatch.setenv("COLUMNS", "250")
+    for flags, rows in ((["--preset", "paper"], 256), (["--resume", finished(ppo)], 16)):
+        with pytest.raises(SystemExit) as end:
+            parse(monkeypatch, *flags, "--help")
+        line = next(x for x in capsys.readouterr().out.splitlines() if "--num-steps" in x)
+        assert end.value.code == 0 and f"(default: {rows})" in line

@@ -30,12 +30,12 @@ OTHER_DOCSTRINGS = {
     "ppo_lstm_atari.py": {"eval_episodes"},  # a greedy policy is no use in a game: actions are drawn there
 }
 LONGEST = {
-    "ppo_mlp_gaussian.py": 849,
-    "ppo_comb_dist.py": 853,
-    "ppo_value_first.py": 916,
-    "ppo_kl_adaptive.py": 1025,
-    "ppo_lstm_atari.py": 988,
-    "ppo_interleaved_gru_beta.py": 1012,
+    "ppo_mlp_gaussian.py": 850,
+    "ppo_comb_dist.py": 854,
+    "ppo_value_first.py": 917,
+    "ppo_kl_adaptive.py": 1027,
+    "ppo_lstm_atari.py": 989,
+    "ppo_interleaved_gru_beta.py": 1014,
 }
 LONGEST_PLUMBING = 426
 

@@ -416,6 +416,14 @@ def test_signal_inside_the_curve_writers_queue_does_not_hang_the_end(tmp_path, m
     assert_resumes(tmp_path / "run", module)
 
 
+def test_signal_that_is_lost_where_it_lands_ends_the_run_at_the_next_step(tmp_path):
+    with pytest.raises(SystemExit) as end, base.Run(small_args(base, tmp_path / "run")) as run:
+        with suppress(SystemExit):  # as a destructor, or a library's bare `except`, may do
+            os.kill(os.getpid(), signal.SIGTERM)
+        run.step(1, [])
+    assert end.value.code == 128 + signal.SIGTERM
+
+
 @each_text
 def test_signal_while_a_step_hangs_saves_the_last_whole_iteration(start, module):
     run = start(*ENDLESS, env="HangInStep", module=module)
@@ -904,4 +912,6 @@ def test_resumed_run_goes_on_with_its_curves_at_weights_and_biases(tmp_path, mon
     module.train(resume_args(module, tmp_path / "one", total_timesteps=2 * BATCH))
     first, other, resumed = calls
     assert (first["id"], other["id"], resumed["id"]) == (None, None, "made1")
+    module.train(resume_args(module, tmp_path / "one", total_timesteps=3 * BATCH, run_dir=str(tmp_path / "new")))
+    assert calls[-1]["id"] is None  # another directory is another run
     assert all(call["resume"] == "allow" and call["sync_tensorboard"] for call in calls)
