@@ -431,7 +431,6 @@ def train(args: Args) -> dict:
 
 
 # Plumbing: what carries the algorithm; the same text in every script that has it
-#
 #   gym_make                       one environment, or one line that says why not
 #   worker, SubprocVecEnv          many environments, stepped by processes over shared memory
 #   check_args, compile_function   one line where the sizes make no sense; --compile
@@ -447,15 +446,14 @@ def one_line(error):
 
 
 def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
-    """gymnasium.make with vectors as observations (`flat`), or one line that says why not. For an evaluation every
-    episode ends, after 27000 steps if the environment sets no limit; `eval_episodes` are recorded in `video_folder`."""
+    """gymnasium.make with vectors as observations (`flat`), recorded in `video_folder`; or one line on why not."""
     sys.path += [] if "" in sys.path else [""]  # module:id is found in the working directory too
     kwargs |= {"render_mode": "rgb_array"} if video_folder else {}
     in_worker = multiprocessing.parent_process() is not None
     try:
         env = gym.make(env_id, disable_env_checker=True, **kwargs)
         if eval_episodes and env.spec.max_episode_steps is None:
-            env = gym.wrappers.TimeLimit(env, 27000)
+            env = gym.wrappers.TimeLimit(env, 27000)  # so that every episode ends
         if video_folder:
             env.reset()
             env.render()  # if it can't, it says so here
@@ -481,7 +479,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
 
 
 def put(array, i, value, name):
-    """array[i] = value, as the environment returned it; one line if that changes it or it is not finite. -> value"""
+    """array[i] = value, which an environment returned; one line if its shape, kind or range is wrong. -> value"""
     value = np.asarray(value)
     shape = value.shape if name == "a reward" and value.size == 1 else array.shape[1:]
     if value.dtype.kind in "biuf" and value.shape == shape:
@@ -682,8 +680,8 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, a copy of the last whole iteration is saved, and never anything else: so a signal may
-    raise wherever it lands."""
+    """One run. When it ends, by an error or a signal too, a copy of the last whole iteration is saved, and nothing else
+    ever: so a signal may raise wherever it lands."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags; here as it is at first.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
@@ -708,12 +706,12 @@ class Run(AbstractContextManager):
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         torch.manual_seed(args.seed)
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # `log` says it
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # flush says it
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
     def _on_signal(self, signum, _):
-        if time.monotonic() > self.signal_time + 0.5:  # timeout(1) sends its signal twice, to process and group
+        if time.monotonic() > self.signal_time + 0.5:  # timeout(1) signals twice, process and group
             self.signum, self.signal_time = signum, time.monotonic()
             raise SystemExit(128 + signum)
 
@@ -836,7 +834,7 @@ class Run(AbstractContextManager):
             try:
                 self._write("checkpoint.pt", self.snapshot)
                 where = f"; go on with: {shlex.join(['python', sys.argv[0], '--resume', str(self.directory)])}"
-                if self.signum is None:  # else what the signal cut short may have left the writer's lock taken for ever
+                if self.signum is None:  # else its lock may be left taken, where the signal landed
                     self.writer.close()
             except OSError as full:
                 error = error or full
