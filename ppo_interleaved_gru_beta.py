@@ -850,7 +850,7 @@ class Run(AbstractContextManager):
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
         self.checkpoint, saved_in = read_checkpoint(args.resume) if args.resume is not None else ({}, None)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.2f}".replace("/", "-").replace(":", "-")
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
         self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: --resume {self.directory}, or name another")
@@ -993,11 +993,12 @@ class Run(AbstractContextManager):
         if self.snapshot is not None:
             try:
                 self._write("checkpoint.pt", self.snapshot)
-                where = f"; go on with: {shlex.join(['python', sys.argv[0], '--resume', str(self.directory)])}"
                 if self.signum is None:  # else its lock may be left taken, where the signal landed
                     self.writer.close()
             except OSError as full:
                 error = error or full
+            if os.path.exists(self.directory / "checkpoint.pt"):
+                where = f"; go on with: {shlex.join(['python', sys.argv[0], '--resume', str(self.directory)])}"
         torch.set_num_threads(self.threads)
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)

@@ -850,7 +850,7 @@ def test_runs_of_one_name_have_a_directory_each(start, tmp_path):
     directories = list((tmp_path / "runs").iterdir())
     assert {json.loads((x / "args.json").read_text())["learning_rate"] for x in directories} == {1e-3, 1e-4, 1e-5}
     assert len(directories) == 3
-    assert all(re.fullmatch(r"misbehaving-Healthy-v0__ppo_mlp_gaussian__1__\d+\.\d\d", x.name) for x in directories)
+    assert all(re.fullmatch(r"misbehaving-Healthy-v0__ppo_mlp_gaussian__1__\d+\.\d{6}", x.name) for x in directories)
 
 
 @every
