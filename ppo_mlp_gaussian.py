@@ -63,7 +63,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -492,8 +491,7 @@ def worker(connection, make_env, seeds, first, rows):
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
-    sentinel = multiprocessing.parent_process().sentinel
-    threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     rows, envs, generators, env_seeds, i = np.frombuffer(*rows)[first:], [], [], [], 0
     view, returns, lengths = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
     try:
@@ -524,12 +522,11 @@ def worker(connection, make_env, seeds, first, rows):
             if episodes:
                 connection.send(episodes)
     except BaseException as error:
-        message = f"environment {first + i} {error}"
-        if not isinstance(error, SystemExit):
-            message = f"{traceback.format_exc()}environment {first + i} raised {one_line(error)}"
+        known = isinstance(error, SystemExit)
+        message = f"environment {first + i} {error if known else 'raised ' + one_line(error)}"
         with suppress(OSError):  # of a parent that is gone
             os.write(connection.fileno(), MORE)
-            connection.send(message)
+            connection.send(message if known else traceback.format_exc() + message)
     for env in envs:
         with suppress(Exception):
             env.close()
