@@ -608,15 +608,14 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
 
 
 def put(array, i, value, name):
-    """array[i] = value, which an environment returned; one line if its shape, kind or range is wrong. -> value"""
+    """array[i] = value, which an environment returned; one line if its shape or kind is wrong. -> value"""
     value = np.asarray(value)
-    shape = value.shape if name == "a reward" and value.size == 1 else array.shape[1:]
-    if value.dtype.kind in "biuf" and value.shape == shape:
-        array[i] = value.item() if name == "a reward" else value
-        if np.isfinite(array[i]).all() if array.dtype.kind == "f" else (array[i] == value).all():
+    if value.dtype.kind in "biuf" and (value.shape == array.shape[1:] or (array.ndim == 1 and value.size == 1)):
+        array[i] = value.reshape(array.shape[1:])
+        if array.dtype.kind == "f" or (array[i] == value).all():
             return value
     found, wanted = " ".join(repr(value).split())[:200], f"{array.dtype} of shape {array.shape[1:]}"
-    raise SystemExit(f"returned {name} that is not finite or no {wanted}: {found}")
+    raise SystemExit(f"returned {name} that is no {wanted}: {found}")
 
 
 def worker(connection, make_env, seeds, first, rows):
@@ -626,14 +625,13 @@ def worker(connection, make_env, seeds, first, rows):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    rows, envs, generators, env_seeds, i = np.frombuffer(*rows)[first:], [], [], [], 0
+    rows, generators = np.frombuffer(*rows)[first:], [np.random.default_rng(seed) for seed in seeds]
     view, returns, lengths = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
+    env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
-        for i, seed in enumerate(seeds):
-            generators.append(np.random.default_rng(seed))
-            env_seeds.append(int(generators[i].integers(2**31)))
+        for i, generator in enumerate(generators):
             envs.append(make_env())
-            envs[i].action_space.seed(int(generators[i].integers(2**31)))
+            envs[i].action_space.seed(int(generator.integers(2**31)))
         games = {i: x.get_wrapper_attr("ended_games") for i, x in enumerate(envs) if x.has_wrapper_attr("ended_games")}
         while command := os.read(connection.fileno(), 1):
             episodes = []
@@ -658,11 +656,10 @@ def worker(connection, make_env, seeds, first, rows):
             if episodes:
                 connection.send(episodes)
     except BaseException as error:
-        known = isinstance(error, SystemExit)
-        message = f"environment {first + i} {error if known else 'raised ' + one_line(error)}"
+        message = f"environment {first + i} {error if isinstance(error, SystemExit) else 'raised ' + one_line(error)}"
         with suppress(OSError):  # of a parent that is gone
             os.write(connection.fileno(), MORE)
-            connection.send(message if known else traceback.format_exc() + message)
+            connection.send(message if isinstance(error, SystemExit) else traceback.format_exc() + message)
     for env in envs:
         with suppress(Exception):
             env.close()
@@ -701,15 +698,14 @@ class SubprocVecEnv(AbstractContextManager):
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         atexit.register(self.close)  # or multiprocessing would wait for them for ever
-        seeds = np.random.SeedSequence(seed).spawn(num_envs)
+        seeds = np.array(np.random.SeedSequence(seed).spawn(num_envs))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         with suppress(OSError, ValueError):  # the cgroup's quota; there may be no cgroup, or "max", no quota
             quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
             cores = max(1, min(cores, quota // period))
         for part in np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores)):
             connection, worker_end = context.Pipe()
-            arguments = worker_end, make_env, seeds[part[0] : part[-1] + 1], int(part[0]), rows
-            process = context.Process(target=worker, args=arguments)
+            process = context.Process(target=worker, args=(worker_end, make_env, seeds[part], int(part[0]), rows))
             process.start()
             worker_end.close()
             self.workers.append((part, connection, process))
@@ -741,6 +737,9 @@ class SubprocVecEnv(AbstractContextManager):
             if isinstance(answer, str):
                 raise SystemExit(answer)
             self.episodes += answer
+        for name, array in ("an observation", self.obs), ("an observation", self.final_obs), ("a reward", self.rewards):
+            if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array))).size:
+                raise SystemExit(f"environment {wrong[0, 0]} returned {name} that is not finite in {array.dtype}")
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""

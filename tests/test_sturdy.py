@@ -193,7 +193,7 @@ FAULTS = {
     "RaiseInReset": " raised RuntimeError: can't get up",
     "KilledInStep": "the process of environments 0 to 1 died with exit code -9",
     "ExitInStep": "the process of environments 0 to 1 died with exit code 3",
-    "ObservationNotFinite": "environment 1 returned an observation that is not finite or no float32 of shape (3,): ",
+    "ObservationNotFinite": "environment 1 returned an observation that is not finite",
 }
 
 
@@ -248,7 +248,7 @@ def fault(module, make_env):
         ("step", FLOATS, [[0.5] * 3] * 2, ["(3,)", "[[0.5, 0.5, 0.5]"]),
         ("step", FLOATS, None, ["(3,)", "None"]),
         ("step", FLOATS, ["a", "b", "c"], ["(3,)", "'a', 'b', 'c'"]),
-        ("step", DOUBLES, [1e300] * 3, ["float32", "e+300"]),
+        ("step", DOUBLES, [1e300] * 3, ["not finite in float32"]),
     ],
     ids=str,
 )
