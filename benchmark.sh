@@ -190,36 +190,48 @@ reason() {
     END { printf "%s", last ~ /^╰/ ? box : "    " last "\n" }' "${directories[$1]}.log"
 }
 
-# One line that stays at the bottom of a terminal; elsewhere one line for each run that ended.
-finished=0 diverged=0 failed=()
+# On a terminal the counts stay at the bottom, and below them how far each run is, by the last line of its log. Elsewhere
+# there is one line for each run that ended.
+finished=0 diverged=0 failed=() shown=0
 report() {
-  local line="${#directories[@]} runs: $finished finished, ${#running[@]} running, ${#failed[@]} failed"
+  local line="${#directories[@]} runs: $finished finished, ${#running[@]} running, ${#failed[@]} failed" i
   if ((diverged)); then line+=", $diverged diverged"; fi
   if [[ -t 1 ]]; then
-    printf '\r\033[K%s%s' "${1:+$1$'\n'}" "$line"
+    if ((shown)); then printf '\033[%dA' "$shown"; fi
+    printf '\033[J%s%s\n' "${1:+$1$'\n'}" "$line"
+    shown=1
+    for i in "${running[@]:0:20}"; do
+      line="  $(tail -n 1 "${directories[i]}.log" 2>/dev/null)  $(basename "${directories[i]}")"
+      echo "${line:0:${COLUMNS:-80}-1}"
+      shown=$((shown + 1))
+    done
   elif [[ -n ${1:-} ]]; then
     echo "$1 ($line)"
   fi
 }
 
-# Waits until a run ends (or a signal comes), and counts it.
+# Waits until a run ends (or a signal comes, or on a terminal five seconds are over), and counts those that have ended.
 running=() slot_of=() # by process
 await_one() {
-  local pid="" code=0 i
-  wait -n -p pid || code=$?
-  if [[ -z ${pid:-} ]]; then
-    if ((code != 127)); then return; fi # a signal
-    for pid in "${!running[@]}"; do break; done # no child is left: one that is still counted has ended unnoticed
+  local pid code i
+  if [[ -t 1 ]] && ! kill -0 "${clock:-none}" 2>/dev/null; then
+    sleep 5 >/dev/null 2>&1 &
+    clock=$!
   fi
-  if [[ -z ${running[$pid]:-} ]]; then return; fi # Bash 5.3 names every child, here the one that listed the cores
-  i=${running[$pid]}
-  free+=("${slot_of[$pid]}")
-  unset "running[$pid]"
-  case $(state "$i") in
-    finished) finished=$((finished + 1)) && report "finished ${directories[i]}" ;;
-    diverged) diverged=$((diverged + 1)) && report "diverged ${directories[i]}" ;;
-    *) if ((!stopped)); then failed+=("$i") && report "failed ${directories[i]} (exit code $code)"; fi ;;
-  esac
+  wait -n || true
+  for pid in "${!running[@]}"; do
+    if kill -0 "$pid" 2>/dev/null; then continue; fi
+    code=0 i=${running[$pid]}
+    wait "$pid" 2>/dev/null || code=$?
+    free+=("${slot_of[$pid]}")
+    unset "running[$pid]"
+    case $(state "$i") in
+      finished) finished=$((finished + 1)) && report "finished ${directories[i]}" ;;
+      diverged) diverged=$((diverged + 1)) && report "diverged ${directories[i]}" ;;
+      *) if ((!stopped)); then failed+=("$i") && report "failed ${directories[i]} (exit code $code)"; fi ;;
+    esac
+  done
+  report
 }
 
 stop() {
@@ -229,7 +241,7 @@ stop() {
 
 run_here() {
   local affinity cores gpus i slot mine k
-  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || die "needs Bash 5.1 or newer, for its wait -p"
+  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || die "needs Bash 5.1 or newer"
   affinity='sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())'
   mapfile -t cores < <("$python" -c "import os; print(*($affinity), sep='\n')")
   ((${#cores[@]})) || die "$python can't be run; PYTHON names the Python"
@@ -255,7 +267,6 @@ run_here() {
     report
   done
   while ((${#running[@]})); do await_one; done
-  if [[ -t 1 ]]; then echo; fi
   for i in "${failed[@]}"; do
     printf '\nfailed: %s\n' "$(command_of "$i")"
     reason "$i"

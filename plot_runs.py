@@ -7,10 +7,10 @@
 One colour is one variant: the runs of one script whose flags agree but for the seed. It is named by its --exp-name and,
 where that is not enough, by the flags that tell it from most of the others of its environment (so one name may stand
 for other flags in another environment). From 5 seeds on a curve is the interquartile mean (IQM) with its 95% bootstrap
-interval; with fewer, or as long as one seed is behind, every seed is drawn. Published results from
-results/references.json are dashed lines and curves. The table on standard output has, over the seeds, each run's mean
-return of its last 100 training episodes, and that of its evaluation. Of several runs of one seed one counts: the last
-by name that has ended.
+interval; with fewer, or as long as one seed is behind, every seed is drawn thin, and their mean. Published results from
+results/references.json are dashed; those far outside of what the runs reach are only named. The table on standard
+output has, over the seeds, each run's mean return of its last 100 training episodes, and that of its evaluation. Of
+several runs of one seed one counts: the last by name that has ended.
 """
 
 import argparse
@@ -228,7 +228,7 @@ def published(references, env_id, runs):
 
 
 def draw(runs, references, axis, out):
-    """One panel an environment, one colour a variant, dashed lines for published results (over steps also curves)."""
+    """One panel an environment, one colour a variant; dashed is what is published (over steps also curves)."""
     runs = [run for run in runs if np.isfinite(run.points[:, 2]).any()]
     if not runs:
         raise SystemExit("no run has a finished episode: nothing to draw")
@@ -252,25 +252,31 @@ def draw(runs, references, axis, out):
                 seen = np.isfinite(means)  # bins without an episode are bridged, not those before the first or last
                 curves.append(np.interp(centres, centres[seen], means[seen], left=np.nan, right=np.nan))
             curves, colour = np.array(curves), colours[variant]
+            whole = np.isfinite(curves).all(0)
             ends = [run.points[-1, 0] for run in group]  # at the last episodes, a little before the budget's end
             if len(curves) < MANY_SEEDS or min(ends) < 0.8 * max(ends):
                 for curve in curves:
                     marker = "." if np.isfinite(curve).sum() == 1 else None  # a line of one point is not seen
-                    (lines[variant],) = panel.plot(centres, curve, color=colour, linewidth=1, alpha=0.8, marker=marker)
+                    panel.plot(centres, curve, color=colour, linewidth=0.7, alpha=0.4, marker=marker)
+                (lines[variant],) = panel.plot(centres[whole], curves[:, whole].mean(0), color=colour, linewidth=1.5)
             else:
-                whole = np.isfinite(curves).all(0)
                 (lines[variant],) = panel.plot(centres[whole], iqm(curves[:, whole]), color=colour, linewidth=1.5)
                 low, high = interval(curves[:, whole])
                 panel.fill_between(centres[whole], low, high, color=colour, alpha=0.2, linewidth=0)
         here = [r for r in published(references, env_id, runs) if axis == "steps" or "curve" not in r]
+        lowest, highest = panel.get_ylim()  # of the runs; what is published far outside shall not flatten them
+        bounds = 2 * lowest - highest, 2 * highest - lowest
         for reference, style in zip(here, [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2)), (0, (1, 3))] * 3):
             look = {"color": "0.35", "linewidth": 1, "linestyle": style, "label": reference["label"]}
-            if "curve" not in reference:
-                panel.axhline(reference["return"], **look)
-            else:  # [[step, return], ...], as far as the runs reach: their last episodes end before the budget does
+            if "curve" in reference:  # [[step, return], ...], as far as the runs reach: their last episodes end before
                 steps, returns = np.transpose(reference["curve"])
                 reached = steps <= 1.02 * longest
                 panel.plot(steps[reached], returns[reached], **look)
+            elif bounds[0] <= reference["return"] <= bounds[1]:
+                panel.axhline(reference["return"], **look)
+            else:
+                panel.plot([], [], " ", label=f"{reference['label']}: {reference['return']:g}")
+        panel.set_ylim(max(panel.get_ylim()[0], bounds[0]), min(panel.get_ylim()[1], bounds[1]))
         if here:
             panel.legend(fontsize=7, loc="best", framealpha=0.6)
         panel.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))

@@ -47,7 +47,7 @@ Result:  Pong, 3 M steps, mean return of 30 games: GRU 19.4, LSTM 19.1 (one seed
          --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds each: GRU 477, LSTM 474.
 
 Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru
-Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari__1__1700000000
+Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari_lstm__1__1700000000
 """
 
 import atexit
@@ -590,13 +590,14 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
                 env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
         space = env.observation_space
         if flat and not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-            if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3:
+            if space.dtype == np.uint8 and sorted((0, 0, *space.shape))[-2] >= 36:
                 raise gym.error.Error(f"{space} are images: ppo_lstm_atari.py takes Atari's (ALE/Pong-v5)")
-            env = gym.wrappers.FlattenObservation(env)
-            if not in_worker:
-                print(f"{env_id}: observations {space} are flattened to {env.observation_space.shape}")
+            with suppress(NotImplementedError):  # said below
+                env = gym.wrappers.FlattenObservation(env)
         if 0 in (env.observation_space.shape or [0]):
-            raise gym.error.Error(f"{space} has no element, or no fixed number of them")
+            raise gym.error.Error(f"{space} can't be made a vector; a wrapper of your own may help")
+        if env.observation_space is not space and not in_worker:
+            print(f"{env_id}: observations {space} are flattened to {env.observation_space.shape}")
     except Exception as error:
         hint = "; put what a notebook registers into a module, for its processes: module:id" if in_worker else ""
         if video_folder or ("MUJOCO_GL" in os.environ and isinstance(error, (AttributeError, ImportError))):
@@ -626,7 +627,7 @@ def worker(connection, make_env, seeds, first, rows):
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     rows, generators = np.frombuffer(*rows)[first:], [np.random.default_rng(seed) for seed in seeds]
-    view, returns, lengths = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
+    view, returns, steps = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
         for i, generator in enumerate(generators):
@@ -640,17 +641,16 @@ def worker(connection, make_env, seeds, first, rows):
                 if command == STEP and view.active[i]:
                     obs, reward, terminated, truncated, _ = env.step(view.actions[i].copy())
                     view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
-                    returns[i] += put(view.rewards, i, reward, "a reward").item()  # in float64
-                    lengths[i] += 1
+                    returns[i], steps[i] = returns[i] + put(view.rewards, i, reward, "a reward").item(), steps[i] + 1
                     put(view.final_obs if begin else view.obs, i, obs, "an observation")
                     if begin and i not in games:
-                        episodes.append((first + i, returns[i], lengths[i]))
+                        episodes.append((first + i, returns[i], steps[i]))
                 if begin:
                     draw = int(generators[i].integers(2**32))
                     random.seed(draw)  # for environments that draw from the global generators
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
-                    env_seeds[i], returns[i], lengths[i] = None, 0.0, 0
+                    env_seeds[i], returns[i], steps[i] = None, 0.0, 0
                 episodes += [(first + i, *games[i].pop(0)) for _ in games.get(i, [])[:] if command == STEP]
             os.write(connection.fileno(), MORE if episodes else DONE)
             if episodes:
@@ -818,7 +818,8 @@ class Run(AbstractContextManager):
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
         self.checkpoint, saved_in = read_checkpoint(args.resume) if args.resume is not None else ({}, None)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
+        exp_name = "_".join([args.exp_name, *(v for k, v in vars(args).items() if k in ("order", "objective", "rnn"))])
+        name = f"{args.env_id}__{exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
         self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: --resume {self.directory}, or name another")
@@ -865,10 +866,9 @@ class Run(AbstractContextManager):
         (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
         self._write("args.json", vars(args))
         if changed := self.starts[-1]["changed"]:
-            flags = SimpleNamespace(**saved["args"]), args
-            was, now = (x.learning_rate * annealing(x, self.global_step) for x in flags)
+            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
             print("; ".join(f"--{name.replace('_', '-')} was {old}, is {new}" for name, (old, new) in changed.items()))
-            print(f"the learning rate was {was:.3g}, is {now:.3g}")
+            print("the learning rate was {:.3g}, is {:.3g}".format(*rates))
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
         if args.track:
             import wandb  # pip install wandb

@@ -1,9 +1,14 @@
 """The code of the README and the pages runs, and what they list exists."""
 
 import importlib
+import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,9 +35,10 @@ def run(request, tmp_path_factory):
     """A short run of each script on its default environment."""
     module = importlib.import_module(request.param)
     directory = tmp_path_factory.mktemp(request.param) / "run"
+    num_steps = 256 if request.param == "ppo_lstm_atari" else 1024  # in which an episode ends
     args = module.Args(
-        total_timesteps=4096, num_envs=4, num_steps=1024, num_minibatches=4, update_epochs=1, num_workers=2,
-        eval_episodes=1, run_dir=str(directory),
+        total_timesteps=4 * num_steps, num_envs=4, num_steps=num_steps, num_minibatches=4, update_epochs=1,
+        num_workers=2, eval_episodes=1, run_dir=str(directory),
     )  # fmt: skip
     module.train(args)
     return request.param, args, directory
@@ -60,6 +66,27 @@ def test_an_environment_of_ones_own_is_learned(tmp_path, monkeypatch):
     module = importlib.import_module("ppo_mlp_gaussian")
     result = module.train(module.Args(env_id="my_env:Reach-v0", total_timesteps=16384, eval_episodes=5, cuda=False))
     assert np.mean(result["eval_returns"]) > -10  # who never moves gets -50, who goes straight to 0 some -3
+
+
+def test_tuners_get_what_they_need(tmp_path, monkeypatch):
+    optuna, cleanrl = snippets(PAGES["clusters"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace())
+    namespace = {"__name__": "tuned"}
+    exec(optuna.replace("50_000", "4_096"), namespace)
+    assert namespace["objective"](SimpleNamespace(suggest_float=lambda *_, **__: 1e-3)) > 1
+
+    # As CleanRL's tuner does it: flags alone, a run as the main file, and then its global `run_name`.
+    # Runpy puts the file's name in the place of the first flag.
+    (tmp_path / "tuned.py").write_text(cleanrl)
+    flags = ["--exp-name=lost", "--learning-rate=1e-3", "--total-timesteps=4096", "--env-id=InvertedPendulum-v5"]
+    program = f"""import runpy, sys; sys.argv = {flags}
+print(runpy.run_path("tuned.py", run_name="__main__")["run_name"])"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    output = subprocess.check_output([sys.executable, "-c", program], text=True, env=environment, timeout=120)
+    events = EventAccumulator(f"runs/{output.splitlines()[-1]}").Reload()
+    assert len(events.Scalars("charts/episodic_return")) > 10
+    assert json.loads(Path(f"runs/{output.splitlines()[-1]}/args.json").read_text())["learning_rate"] == 1e-3
 
 
 @pytest.mark.parametrize("name", ["README.md", *(f"docs/{stem}.md" for stem in PAGES), "results/README.md"])
@@ -111,5 +138,5 @@ def test_flags_in_the_pages_exist():
     tools = "".join(path.read_text() for path in tools)
     known |= set(re.findall(r"--[a-z][a-z-]+", tools))
     assert set(re.findall(r"(?<=`)--[a-z][a-z-]+|(?<= )--[a-z][a-z-]+", TEXT)) - known <= {
-        "--no-deps", "--logdir", "--help", "--ntasks", "--wrap",
+        "--no-deps", "--logdir", "--help", "--ntasks", "--wrap", "--torch-backend",
     }  # fmt: skip

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -101,16 +103,32 @@ def test_a_run_whose_end_the_shell_missed_is_counted():
     text = (ROOT / "benchmark.sh").read_text()
     await_one = text[text.index("running=() slot_of") : text.index("\nstop() {")]
     program = f"""{await_one}
-        directories=(run); state() {{ echo finished; }}; report() {{ echo "$1"; }}
+        directories=(run); state() {{ echo finished; }}; report() {{ echo "$@"; }}
         free=() finished=0 running=([999999]=0) slot_of=([999999]=1)
         await_one; echo "${{#running[@]}} running, $finished finished, slot ${{free[*]}} free" """
     output = subprocess.check_output(["bash", "-euo", "pipefail", "-c", program], text=True, timeout=LIMIT)
-    assert output.splitlines() == ["finished run", "0 running, 1 finished, slot 1 free"]
+    assert output.split("\n")[:3] == ["finished run", "", "0 running, 1 finished, slot 1 free"]
 
-    # A child that is no run, as Bash 5.3 names them: passed over, the run is waited for next.
-    program = program.replace("await_one; echo", "sleep 0 & await_one; echo ${#running[@]}; await_one; echo")
-    output = subprocess.check_output(["bash", "-euo", "pipefail", "-c", program], text=True, timeout=LIMIT)
-    assert output.splitlines() == ["1", "finished run", "0 running, 1 finished, slot 1 free"]
+
+def test_a_terminal_shows_how_far_each_run_is(tmp_path):
+    python = quick_python(tmp_path / "bin", 'echo "step 64/640  0:00:0$5 left"; sleep $5')
+    terminal, end = pty.openpty()
+    script, chosen = str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids X-v0 --seeds 3 --workers 3".split()
+    command = [str(ROOT / "benchmark.sh"), script, *chosen, "--runs", str(tmp_path)]
+    process = subprocess.Popen(command, env=environment(PYTHON=python), stdout=end, stderr=end)
+    os.close(end)
+    shown = b""
+    with suppress(OSError):  # the end
+        while part := os.read(terminal, 4096):
+            shown += part
+    shown = shown.decode().replace("\r", "")
+    assert process.wait(LIMIT) == 0
+    first = shown[shown.index("finished /") :]  # what is drawn when the first run has ended
+    drawn = first[: first.index("\033[")].splitlines()
+    assert drawn[1] == "3 runs: 1 finished, 2 running, 0 failed" and len(drawn) == 4
+    for line, seed in zip(drawn[2:], "23"):
+        assert re.fullmatch(rf"  step 64/640  0:00:0{seed} left  X-v0__ppo_mlp_gaussian__\w{{8}}__{seed}", line)
+    assert shown.count("\033[4A") == 1  # back over the counts and three runs
 
 
 def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
@@ -482,7 +500,7 @@ def test_an_evaluation_that_some_seeds_lack_says_of_how_many_it_is(tmp_path):
 
 def test_while_a_seed_is_behind_every_curve_is_drawn(tmp_path):
     points = np.array([[step, step / 60, 1.0] for step in range(0, 1001, 10)])
-    for shortest, lines in ((500, 6), (1000, 1)):
+    for shortest, lines in ((500, 7), (1000, 1)):  # with their mean
         runs = [
             plot_runs.Run(tmp_path, "A-v0", seed, {}, points[points[:, 0] <= (shortest if seed else 1000)],
                           "unfinished", 1.0, math.nan, 1.0, "ours")
@@ -559,6 +577,17 @@ def test_a_published_curve_is_drawn_over_steps_as_far_as_the_runs_reach(tmp_path
         plot_runs.draw([run], references, axis, tmp_path / "figure.png")
         lines = [line for line in plot_runs.plt.gcf().axes[0].get_lines() if line.get_label() == "theirs"]
         assert [line.get_xydata().tolist() for line in lines] == drawn
+
+
+def test_what_is_published_far_outside_is_named_and_does_not_flatten_the_curves(tmp_path):
+    points = np.array([[step, step / 60, step / 100] for step in range(0, 1001, 10)])  # returns of 0 to 10
+    runs = [plot_runs.Run(tmp_path, "A-v0", 1, {}, points, "finished", 1.0, math.nan, 1.0, "ours")]
+    curve = {"label": "curve", "curve": [[0, 5.0], [1000, 900.0]]}
+    references = {"A-v0": [{"label": "near", "return": 15.0}, {"label": "far", "return": 657.0}, curve]}
+    plot_runs.draw(runs, references, "steps", tmp_path / "figure.png")
+    panel = plot_runs.plt.gcf().axes[0]
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["near", "far: 657", "curve"]
+    assert 15 < panel.get_ylim()[1] < 25
 
 
 def test_cleanrl_runs_unfinished_ones_and_the_figure(tmp_path, capsys, monkeypatch):
