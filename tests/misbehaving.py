@@ -161,6 +161,13 @@ class Constant(gym.Env):
         return self.observation("end" if done else "step"), self.reward, done, False, {}
 
 
+class OwnSpace(gym.Space):
+    """A space that Gymnasium can't flatten, as MiniGrid's mission."""
+
+    def sample(self, mask=None):
+        return "go"
+
+
 def counted_twice(**kwargs):
     return gym.wrappers.RecordEpisodeStatistics(Counting(**kwargs))
 
@@ -185,8 +192,10 @@ register("EmptyObservation", space=gym.spaces.Box(-1, 1, (0,)))
 register("MatrixObservation", space=gym.spaces.Box(-np.inf, np.inf, (2, 3)))
 register("DiscreteObservation", space=gym.spaces.Discrete(2))
 register("ImageObservation", space=gym.spaces.Box(0, 255, (36, 40, 3), np.uint8))
+register("TinyImageObservation", space=gym.spaces.Box(0, 255, (7, 7, 3), np.uint8))
 register("ListObservation", space=gym.spaces.Sequence(gym.spaces.Discrete(2)))
 where = gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (2, 2))])
+register("OwnSpaceObservation", space=gym.spaces.Dict({"point": Misbehaving.space, "mine": OwnSpace()}))
 register("DictObservation", space=gym.spaces.Dict({"point": Misbehaving.space, "where": where}))
 register("RaiseInConstructor", "raise in constructor")
 register("RaiseInStep", "raise in step")

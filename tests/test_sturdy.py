@@ -291,7 +291,8 @@ def test_actions_are_inside_the_bounds_in_the_spaces_own_type(module):
             envs.step(np.stack([action, action]))
 
 
-ODD = """ByteObservation LongDoubleObservation MatrixObservation DictObservation DiscreteObservation
+ODD = """ByteObservation LongDoubleObservation TinyImageObservation MatrixObservation DictObservation
+DiscreteObservation
 RaiseInClose ChildProcess Bare Counting OneInfo OwnEpisodes CountedTwice DoubleActions""".split()
 
 
@@ -303,7 +304,7 @@ def test_odd_environments_are_trained_and_their_returns_are_the_true_ones(tmp_pa
     if env in ("Counting", "OneInfo", "OwnEpisodes", "CountedTwice"):
         assert load(tmp_path / "run")["recent_returns"] == 4 * (2 * 16 // 7) * [7.0]
         assert result["eval_returns"] == [7.0, 7.0]
-    sizes = {"MatrixObservation": 6, "DictObservation": 9, "DiscreteObservation": 2}
+    sizes = {"TinyImageObservation": 147, "MatrixObservation": 6, "DictObservation": 9, "DiscreteObservation": 2}
     said = f"are flattened to ({sizes.get(env)},)"
     first_line = capsys.readouterr().out.splitlines()[0]
     assert (said in first_line) == (env in sizes) and (f"{env}-v0" in first_line) == (env in sizes)
@@ -766,7 +767,8 @@ def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
         ("EqualBounds", ["action", "low < high"], [flagship, comb]),
         ("ImageObservation", ["(36, 40, 3)", "ppo_lstm_atari.py"], CONTINUOUS),
         ("EmptyObservation", ["(0,)"], SCRIPTS.values()),
-        ("ListObservation", ["Sequence"], SCRIPTS.values()),
+        ("ListObservation", ["Sequence", "wrapper"], SCRIPTS.values()),
+        ("OwnSpaceObservation", ["OwnSpace", "can't be made a vector", "wrapper"], SCRIPTS.values()),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
