@@ -483,11 +483,13 @@ def test_signal_in_the_first_iteration_ends_the_run(start, flags, env, made):
 @pytest.mark.parametrize("seconds", [2, 4, 6])
 def test_signal_while_the_update_is_compiled_ends_the_run(start, tmp_path, module, seconds):
     run = start("--compile", module=module, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-    run.wait_until(lambda: len(run.events("made")) == 5)
+    run.wait_until(lambda: (run.directory / "checkpoint.pt").exists())
     time.sleep(seconds)
     assert run.steps() == []
     run.signal(signal.SIGINT)
-    run.assert_stops(signal.SIGINT, iterations=0)
+    words = "stopped by SIGINT", f"--resume {run.directory}"
+    run.assert_ends(130, *words, since=run.sent, limit=SIGNAL_LIMIT)
+    assert load(run.directory)["iteration"] == 0  # the checkpoint of the run's start
 
 
 SPACES = types.SimpleNamespace(single_observation_space=FLOATS, single_action_space=FLOATS)
