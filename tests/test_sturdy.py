@@ -213,6 +213,17 @@ def test_fault_in_an_environment_is_reported_and_nothing_is_lost(start, module, 
     assert_resumes(run.directory, module)
 
 
+@each_text
+@pytest.mark.parametrize("env", FAULTS)
+def test_every_fault_ends_in_its_line(module, env):
+    make_env = partial(gym.make, f"misbehaving:{'Discrete' if module is recurrent else ''}{env}-v0")
+    with pytest.raises(SystemExit) as caught, module.SubprocVecEnv(make_env, 4, 2, 1) as envs:
+        envs.reset()
+        for _ in range(200):
+            envs.step(np.zeros((4, *envs.single_action_space.shape)))
+    assert FAULTS[env] in str(caught.value).splitlines()[-1]
+
+
 @every
 @pytest.mark.parametrize(
     "env, name", [("FinalObservationNotFinite", "an observation"), ("RewardNotFinite", "a reward")]
