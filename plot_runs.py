@@ -235,7 +235,7 @@ def draw(runs, references, axis, out):
     environments, variants = (list(dict.fromkeys(getattr(run, name) for run in runs)) for name in ("env_id", "variant"))
     column, columns = ("steps", "minutes").index(axis), 2 if len(environments) == 4 else min(3, len(environments))
     rows = math.ceil(len(environments) / columns)
-    figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.3 * rows + 0.4), squeeze=False)
+    figure, panels = plt.subplots(rows, columns, figsize=(3.7 * columns, 2.8 * rows + 0.4), squeeze=False)
     palette = plt.get_cmap("tab10" if len(variants) <= 10 else "tab20")
     if len(variants) > palette.N:
         palette = plt.get_cmap("turbo", len(variants))
@@ -278,20 +278,20 @@ def draw(runs, references, axis, out):
                 panel.plot([], [], " ", label=f"{reference['label']}: {reference['return']:g}")
         panel.set_ylim(max(panel.get_ylim()[0], bounds[0]), min(panel.get_ylim()[1], bounds[1]))
         if here:
-            panel.legend(fontsize=7, loc="best", framealpha=0.6)
+            panel.legend(fontsize=8, loc="best", framealpha=0.6)
         panel.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
         panel.set(title=env_id, xlabel="environment steps" if axis == "steps" else "minutes", ylabel="episodic return")
         panel.grid(alpha=0.25)
     for panel in list(panels.flat)[len(environments) :]:
         panel.set_visible(False)
-    fitting = int(4.6 * columns / (0.06 * max(map(len, lines)) + 0.6))  # a letter of 8 points is about 0.06 inches wide
+    fitting = int(3.7 * columns / (0.068 * max(map(len, lines)) + 0.6))  # inches a letter of 9 points
     ncols = min(max(fitting, 1), 3, len(lines))
-    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=ncols, fontsize=8)
+    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=ncols, fontsize=9)
     figure.set_layout_engine("constrained")
     try:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=110)
+        figure.savefig(out, dpi=130)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--out {out}: {error}") from None
 
