@@ -646,8 +646,7 @@ def put(array, i, value, name):
         array[i] = value.reshape(array.shape[1:])
         if array.dtype.kind == "f" or (array[i] == value).all():
             return value
-    found, wanted = " ".join(repr(value).split())[:200], f"{array.dtype} of shape {array.shape[1:]}"
-    raise SystemExit(f"returned {name} that is no {wanted}: {found}")
+    raise SystemExit(f"returned {name} that is no {array.dtype} of shape {array[i].shape}: {str(value.tolist())[:200]}")
 
 
 def worker(connection, make_env, seeds, first, rows):
@@ -697,13 +696,12 @@ def worker(connection, make_env, seeds, first, rows):
 class SubprocVecEnv(AbstractContextManager):
     """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them.
 
-    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated). These are views of shared memory, which the
-    next step overwrites: obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32 [num_envs],
-    flags bool [num_envs]. An environment that ends starts anew in the same step: `obs` then has the new episode's first
-    observation, and `final_obs` [num_envs, ...] the old one's last. `episodes` lists (environment, return, length) of
-    those that ended in this step. step(actions, active) lets environments rest where `active` [num_envs] is false.
-    `seed`, an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that
-    draw from a global generator in `step`. `make_env` must be picklable. SystemExit says which one has failed, and why.
+    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step
+    overwrites: obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32, flags bool [num_envs].
+    Where an episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old
+    one's last, `episodes` (environment, return, length). Environments rest where `active` [num_envs] is false. `seed`,
+    an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that draw
+    from a global generator in `step`. `make_env` must be picklable. SystemExit says which one has failed, and why.
     """
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
@@ -837,8 +835,7 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. When it ends, by an error or a signal too, a copy of the last whole iteration is saved, and nothing else
-    ever: so a signal may raise wherever it lands."""
+    """One run. However it ends, a copy of its last whole iteration is saved: a signal may raise wherever it lands."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags; here as it is at first.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
@@ -868,9 +865,13 @@ class Run(AbstractContextManager):
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
-    def _on_signal(self, signum, _):
+    def _on_signal(self, signum, frame):
         if time.monotonic() > self.signal_time + 0.5:  # timeout(1) signals twice, process and group
             self.signum, self.signal_time = signum, time.monotonic()
+            if any("_dynamo" in x.f_code.co_filename for x, _ in traceback.walk_stack(frame)):
+                with suppress(SystemExit):  # in its C++ code an exception may abort the process
+                    self.__exit__(None, SystemExit(), None)
+                os._exit(128 + signum)
             raise SystemExit(128 + signum)
 
     def begin(self, envs, **parts):
@@ -970,6 +971,7 @@ class Run(AbstractContextManager):
         args, name, mean = self.args, "eval.json", lambda values: float(np.mean(values)) if values else None
         result = {"returns": returns, "lengths": lengths, "mean": mean(returns), "global_step": self.global_step}
         if args.total_timesteps:
+            self.writer.close()
             name, modules = "result.json", ("torch", "numpy", "gymnasium", "mujoco", "ale_py", "cv2")
             versions = {x: sys.modules[x].__version__ for x in modules if x in sys.modules}
             device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
@@ -990,8 +992,6 @@ class Run(AbstractContextManager):
         if self.snapshot is not None:
             try:
                 self._write("checkpoint.pt", self.snapshot)
-                if self.signum is None:  # else its lock may be left taken, where the signal landed
-                    self.writer.close()
             except OSError as full:
                 error = error or full
             if os.path.exists(self.directory / "checkpoint.pt"):
