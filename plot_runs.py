@@ -58,7 +58,6 @@ class Run:
     status: str
     training: float
     evaluation: float
-    steps_per_second: float
     variant: str = ""
     result: dict = field(default_factory=dict)
 
@@ -110,11 +109,9 @@ def read_run(directory):
     training = result.get("mean_return_last_100")
     if training is None:
         training = points[-100:, 2].mean() if len(points) else math.nan
-    minutes = points[-1, 1] if len(points) else 0
-    speed = result.get("steps_per_second") or (points[-1, 0] / minutes / 60 if minutes else math.nan)
     evaluation = np.mean(result["eval_returns"]) if result.get("eval_returns") else math.nan
     seed = int(args["seed"])
-    return Run(directory, args["env_id"], seed, args, points, status, training, evaluation, speed, result=result)
+    return Run(directory, args["env_id"], seed, args, points, status, training, evaluation, result=result)
 
 
 def find_runs(paths):
@@ -193,8 +190,8 @@ def table(runs):
     def number(value):
         return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
 
-    yield "| environment | variant | seeds | mean | IQM | its 95% interval, or each seed | evaluation | steps/s |"
-    yield "|-|-|-|-|-|-|-|-|"
+    yield "| environment | variant | seeds | mean | IQM | its 95% interval, or each seed | evaluation |"
+    yield "|-|-|-|-|-|-|-|"
     for (env_id, variant), group in groups([run for run in runs if math.isfinite(run.training)]).items():
         values = np.array([run.training for run in sorted(group, key=lambda run: run.seed)])
         evaluations = np.array([run.evaluation for run in group if math.isfinite(run.evaluation)])
@@ -210,9 +207,8 @@ def table(runs):
         versions = [run.result["versions"] for run in group if "versions" in run.result]
         marks = "†" * changed + "‡" * any(version != versions[0] for version in versions)
         found += marks
-        speed = number(np.mean([run.steps_per_second for run in group]))
         name = f"{variant} {marks}".strip()
-        cells = [env_id, name, str(len(values)), number(values.mean()), middle, spread, evaluation, speed]
+        cells = [env_id, name, str(len(values)), number(values.mean()), middle, spread, evaluation]
         yield f"| {' | '.join(cells)} |"
     notes = [f"- {mark}: {meaning}" for mark, meaning in MARKS.items() if mark in found]
     notes += [f"- {run.status}: {run.directory}" for run in runs if run.status != "finished"]
