@@ -595,7 +595,7 @@ def kl_tables(monkeypatch):
 def fake_run(env_id, seed, training, returns=(), **args):
     points = np.array([(0, 0, x) for x in returns], np.float64).reshape(-1, 3)
     args = {"exp_name": "ppo", "env_id": env_id, "seed": seed, **args}
-    return plot_runs.Run(Path(), env_id, seed, args, points, "finished", training, np.nan, 1.0, "ppo")
+    return plot_runs.Run(Path(), env_id, seed, args, points, "finished", training, np.nan, "ppo")
 
 
 def cells(lines):

@@ -562,7 +562,7 @@ def test_every_point_of_a_long_run_is_read_and_at_most_200_are_kept(tmp_path):
 def test_a_published_result_for_some_arguments_stands_beside_runs_that_have_them(tmp_path):
     always, post = {"label": "always"}, {"label": "post", "where": {"preset": "post", "gamma": 0.5}}
     references = {"A-v0": [always, post], "B-v0": [post]}
-    run = plot_runs.Run(tmp_path, "A-v0", 1, {"preset": "post", "gamma": 0.9}, None, "finished", 0.0, 0.0, 0.0)
+    run = plot_runs.Run(tmp_path, "A-v0", 1, {"preset": "post", "gamma": 0.9}, None, "finished", 0.0, 0.0)
     assert plot_runs.published(references, "A-v0", [run]) == [always]
     run.args["gamma"] = 0.5
     assert plot_runs.published(references, "A-v0", [run]) == [always, post]
@@ -571,7 +571,7 @@ def test_a_published_result_for_some_arguments_stands_beside_runs_that_have_them
 
 def test_a_published_curve_is_drawn_over_steps_as_far_as_the_runs_reach(tmp_path):
     points = np.array([[step, step / 60, 1.0] for step in range(0, 3001, 100)])
-    run = plot_runs.Run(tmp_path, "A-v0", 1, {}, points, "finished", 1.0, math.nan, 1.0, "ours")
+    run = plot_runs.Run(tmp_path, "A-v0", 1, {}, points, "finished", 1.0, math.nan, "ours")
     references = {"A-v0": [{"label": "theirs", "curve": [[0, 5.0], [1000, 6.0], [3020, 8.0], [3100, 9.0]]}]}
     for axis, drawn in (("steps", [[[0, 5.0], [1000, 6.0], [3020, 8.0]]]), ("minutes", [])):
         plot_runs.draw([run], references, axis, tmp_path / "figure.png")
@@ -581,7 +581,7 @@ def test_a_published_curve_is_drawn_over_steps_as_far_as_the_runs_reach(tmp_path
 
 def test_what_is_published_far_outside_is_named_and_does_not_flatten_the_curves(tmp_path):
     points = np.array([[step, step / 60, step / 100] for step in range(0, 1001, 10)])  # returns of 0 to 10
-    runs = [plot_runs.Run(tmp_path, "A-v0", 1, {}, points, "finished", 1.0, math.nan, 1.0, "ours")]
+    runs = [plot_runs.Run(tmp_path, "A-v0", 1, {}, points, "finished", 1.0, math.nan, "ours")]
     curve = {"label": "curve", "curve": [[0, 5.0], [1000, 900.0]]}
     references = {"A-v0": [{"label": "near", "return": 15.0}, {"label": "far", "return": 657.0}, curve]}
     plot_runs.draw(runs, references, "steps", tmp_path / "figure.png")
