@@ -181,6 +181,7 @@ become() {
   flock -w 10 9 2>/dev/null || (($? != 1)) || die "another process works at this run"
   if [[ -n ${2:-} ]]; then export CUDA_VISIBLE_DEVICES=$2; fi
   if [[ -n ${3:-} ]] && command -v taskset >/dev/null; then pin=(taskset -c "$3"); fi
+  command_of "$1"
   exec "${pin[@]}" bash -c "exec $(command_of "$1")"
 }
 
@@ -280,7 +281,6 @@ run_here() {
 # time is up or when the job is preempted, and a TERM when it is cancelled.
 run_on_slurm() {
   command -v sbatch >/dev/null || die "--launcher slurm: there is no sbatch here"
-  if ((!${#todo[@]})); then echo "every run has ended" && return; fi
   {
     echo "#!/usr/bin/env bash"
     declare -p directories fresh resumed
@@ -383,5 +383,6 @@ if [[ -n $keep ]]; then
   "$python" "${here}plot_runs.py" "${here}results/runs/$what" --out "${here}results/figures/$what.png"
   exit
 fi
+if ((!${#todo[@]})); then echo "all ${#directories[@]} runs have ended: $finished finished, $diverged diverged" && exit; fi
 mkdir -p "$runs"
 if [[ $launcher == slurm ]]; then run_on_slurm; else run_here; fi

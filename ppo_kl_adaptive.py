@@ -184,7 +184,7 @@ def make_env(env_id, eval_episodes=0, video_folder=None, time_feature=False):
     env = gym_make(env_id, eval_episodes, video_folder)
     space = env.action_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or space.dtype.kind != "f":
-        raise SystemExit(f"--env-id {env_id}: its action space is {space}; this script needs a flat Box of floats")
+        raise SystemExit(f"--env-id {env_id}: its action space is {space}, no flat Box (Discrete: ppo_value_first.py)")
     return TimeFeature(env) if time_feature else env
 
 
@@ -643,8 +643,8 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
             print(f"{env_id}: observations {space} are flattened to {env.observation_space.shape}")
     except Exception as error:
         hint = "; put what a notebook registers into a module, for its processes: module:id" if in_worker else ""
-        if video_folder or ("MUJOCO_GL" in os.environ and isinstance(error, (AttributeError, ImportError))):
-            hint = "; frames of MuJoCo need MUJOCO_GL=egl (Debian's libegl1) or MUJOCO_GL=osmesa (Debian's libosmesa6)"
+        if video_folder or any(x in str(error) for x in ("GL", "glGet", "OSMesa")):
+            hint = "; frames need render_mode rgb_array, MuJoCo's MUJOCO_GL=egl (libegl1) or osmesa (libosmesa6)"
         elif not isinstance(error, (gym.error.Error, ImportError, OSError, NotImplementedError)):
             traceback.print_exc()  # its constructor's own fault
         raise SystemExit(f"--env-id {env_id}: {one_line(error)}{hint}") from None
@@ -711,9 +711,9 @@ class SubprocVecEnv(AbstractContextManager):
     reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step
     overwrites: obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32, flags bool [num_envs].
     Where an episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old
-    one's last, `episodes` (environment, return, length). Environments rest where `active` [num_envs] is false. `seed`,
-    an int or a list of ints, fixes all that happens, whatever the number of workers, but for environments that draw
-    from a global generator in `step`. `make_env` must be picklable. SystemExit says which one has failed, and why.
+    one's last, `episodes` (environment, return, length). `make_env` must be picklable. Environments rest where `active`
+    is false. `seed`, one int or several, fixes all that happens, whatever the number of workers, but for environments
+    that draw from a global generator in `step`. SystemExit says which one has failed, and why.
     """
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
@@ -833,8 +833,8 @@ def read_checkpoint(path):
     try:
         checkpoint = torch.load(file, weights_only=True, map_location="cpu")
         return checkpoint | {"args": checkpoint["args"], "model": checkpoint["model"]}, file.parent
-    except Exception as error:
-        raise SystemExit(f"--resume {path}: {file} is no whole checkpoint ({type(error).__name__})") from None
+    except Exception:
+        raise SystemExit(f"--resume {file}: {'broken' if os.path.exists(file) else 'missing; start anew'}") from None
 
 
 def parse_args(default):
@@ -860,11 +860,12 @@ class Run(AbstractContextManager):
         name = f"{args.env_id}__{exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
         self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
-            raise SystemExit(f"--run-dir {self.directory} holds a run: --resume {self.directory}, or name another")
+            raise SystemExit(f"--run-dir {self.directory} holds a run: name another, or go on with it by --resume")
         vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
         self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
         old = self.checkpoint.get("args", {}) | {"resume": args.resume, "run_dir": args.run_dir}
         changed = {k: [old[k], v] for k, v in vars(args).items() if old.get(k, v) != v}
+        self.changed = "; ".join(f"--{k.replace('_', '-')} was {x}, is {y}" for k, (x, y) in changed.items())
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
@@ -898,29 +899,28 @@ class Run(AbstractContextManager):
                 for generator, state in zip(self.generators, saved["rng"] if args.total_timesteps else []):
                     generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise SystemExit(f"--resume {args.resume} does not fit script and flags: {one_line(error)}") from None
-        self.directory.mkdir(parents=True, exist_ok=bool(saved or args.run_dir))
+                raise SystemExit(f"--resume {args.resume} does not fit; {self.changed} ({one_line(error)})") from None
         self.video_folder = str(self.directory / "videos") if args.capture_video else None
         if args.capture_video:  # better now than after the training
             make_env(args.env_id, 1, self.video_folder).close()
+        self.directory.mkdir(parents=True, exist_ok=True)
         if args.total_timesteps == 0:
             return
-        (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
-        self._write("args.json", vars(args))
-        if changed := self.starts[-1]["changed"]:
-            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
-            print("; ".join(f"--{name.replace('_', '-')} was {old}, is {new}" for name, (old, new) in changed.items()))
-            print("the learning rate was {:.3g}, is {:.3g}".format(*rates))
-        print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
         if args.track:
             import wandb  # pip install wandb
 
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.directory.name}
             run |= {"id": None if args.run_dir else self.wandb_id, "config": vars(args)}
             self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
-        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         self._take_snapshot()
         self._write("checkpoint.pt", self.snapshot)
+        (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
+        self._write("args.json", vars(args))
+        self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
+        if self.changed:
+            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
+            print(self.changed, "the learning rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
+        print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
     def _write(self, name, state):
         buffer, file = io.BytesIO(), self.directory / name

@@ -634,13 +634,13 @@ def test_what_is_no_checkpoint_is_one_line(monkeypatch, run_copy, content):
     if content in ("none", "nowhere"):
         file.unlink() if content == "none" else shutil.rmtree(run_copy)
     message = one_line(parse, monkeypatch, base, "--resume", run_copy)
-    assert_words(message, f"--resume {run_copy}", "no whole checkpoint")
+    assert_words(message, f"--resume {run_copy}", "missing" if content in ("none", "nowhere") else "broken")
 
 
 def test_half_a_checkpoint_is_one_line_of_the_script_too(start, run_copy):
     checkpoint = run_copy / "checkpoint.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
-    start(f"--resume={run_copy}", sizes=False, run_dir=False).assert_ends(1, str(run_copy), "no whole checkpoint")
+    start(f"--resume={run_copy}", sizes=False, run_dir=False).assert_ends(1, str(run_copy), "broken")
 
 
 @scripts(base, value_first, adaptive)
@@ -649,9 +649,10 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing(monkeypatch, finished
     before = contents(directory)
     for flags in (["--no-norm-obs"], ["--env-id", "Pendulum-v1"], ["--env-id", "misbehaving:MatrixObservation-v0"]):
         args = parse(monkeypatch, module, "--resume", directory, "--total-timesteps", 8 * BATCH, *flags)
-        assert_words(one_line(module.train, args), f"--resume {directory}", "does not fit script and flags")
+        changed = [f"{flags[0].replace('no-', '')} was "]  # which says why
+        assert_words(one_line(module.train, args), f"--resume {directory} does not fit; ", "RuntimeError", *changed)
     args = parse(monkeypatch, flagship, "--resume", directory, "--total-timesteps", 8 * BATCH, "--preset", "default")
-    assert_words(one_line(flagship.train, args), f"--resume {directory}", "does not fit script and flags")
+    assert_words(one_line(flagship.train, args), f"--resume {directory} does not fit; ", "RuntimeError")
     assert contents(directory) == before
 
 
@@ -697,17 +698,29 @@ def test_changed_copy_goes_on_with_the_runs_of_the_original_and_it_with_them(mon
 def test_run_directory_that_can_not_be_used_is_one_line_and_not_touched(monkeypatch, finished, tmp_path):
     before = contents(finished(base))
     message = one_line(base.train, small_args(base, finished(base)))
-    assert_words(message, f"--run-dir {finished(base)} holds a run", f"--resume {finished(base)}")
+    assert_words(message, f"--run-dir {finished(base)} holds a run", "--resume")
     assert contents(finished(base)) == before
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file" / "run") in one_line(base.train, small_args(base, tmp_path / "file" / "run"))
+
+
+def test_run_has_a_checkpoint_before_anything_else(monkeypatch, tmp_path):
+    """So a signal in its first moments loses nothing, and can be resumed."""
+
+    def stop(*_, **__):
+        raise SystemExit("stopped here")
+
+    monkeypatch.setattr(base, "SummaryWriter", stop)
+    message = one_line(base.train, small_args(base, tmp_path / "run"))
+    assert_words(message, "stopped here; go on with: ", f"--resume {tmp_path / 'run'}")
+    assert load(tmp_path / "run")["iteration"] == 0
 
 
 @pytest.mark.parametrize("flag", ["exp_name", "run_dir", "resume"])
 def test_name_that_is_too_long_is_one_line(monkeypatch, tmp_path, flag):
     monkeypatch.chdir(tmp_path)
     args = small_args(base, "", **{"run_dir": None, flag: "x" * 300})
-    assert_words(one_line(base.train, args), "x" * 300, "OSError")
+    assert_words(one_line(base.train, args), "x" * 300, "missing" if flag == "resume" else "OSError")
 
 
 def test_curves_of_an_iteration_are_on_disk_before_its_checkpoint(monkeypatch, tmp_path):
@@ -925,15 +938,17 @@ def test_video_without_rendering_is_one_line(start):
     run.assert_ends(1, "MUJOCO_GL=egl", "libosmesa6", traceback=None)
 
 
-@pytest.mark.parametrize("reason", [AttributeError("no attribute 'glGetError'"), ImportError("no EGL")])
+@pytest.mark.parametrize(
+    "reason", [AttributeError("no attribute 'glGetError'"), ImportError("no EGL"), RuntimeError("MUJOCO_GL: bogus")]
+)
 def test_missing_opengl_is_not_blamed_on_the_environment(monkeypatch, reason):
     def make(*_, **__):
         raise reason
 
     monkeypatch.setattr(gym, "make", make)
-    monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    assert_words(one_line(base.gym_make, "HalfCheetah-v5"), str(reason), "MUJOCO_GL=osmesa", "libosmesa6")
-    monkeypatch.delenv("MUJOCO_GL")
+    assert_words(one_line(base.gym_make, "HalfCheetah-v5"), str(reason), "MUJOCO_GL=egl", "libosmesa6")
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    reason = AttributeError("no attribute 'global_state'")
     assert "MUJOCO_GL" not in str(pytest.raises(SystemExit, base.gym_make, "HalfCheetah-v5").value)
 
 
@@ -941,7 +956,8 @@ def test_missing_opengl_is_not_blamed_on_the_environment(monkeypatch, reason):
 @every
 def test_video_of_an_environment_that_draws_nothing_is_one_line(module, tmp_path):
     message = one_line(module.train, small_args(module, tmp_path / "run", capture_video=True, eval_episodes=1))
-    assert_words(message, small_args(module, "").env_id, "MUJOCO_GL")
+    assert_words(message, small_args(module, "").env_id, "render_mode rgb_array")
+    assert not (tmp_path / "run").exists()
 
 
 def test_compiling_without_a_compiler_is_one_line(tmp_path, monkeypatch):

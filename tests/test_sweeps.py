@@ -235,7 +235,9 @@ def test_runs_are_spread_over_the_gpus(visible, listed, given, tmp_path, monkeyp
     more = {"PATH": path, "PYTHON": python} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     runs = tmp_path / "runs"
     code, _ = finish(sweep(runs, "Healthy", 4, options=["--workers", "4"], **more))
-    assert code == 0 and [log.read_text() for log in sorted(runs.glob("*.log"))] == [f"on {gpu}\n" for gpu in given]
+    logs = [log.read_text().splitlines() for log in sorted(runs.glob("*.log"))]
+    assert code == 0 and [log[-1] for log in logs] == [f"on {gpu}" for gpu in given]
+    assert all("--env-id misbehaving:Healthy-v0" in log[0] for log in logs)  # the command that was started
 
 
 def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
@@ -244,8 +246,9 @@ def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
     assert code == 0 and "1 diverged" in output
     (log,) = runs.glob("*.log")
     before = log.read_text()
-    code, _ = finish(sweep(runs, "EnormousRewards", 1, *flags))
+    code, output = finish(sweep(runs, "EnormousRewards", 1, *flags))
     assert code == 0 and log.read_text() == before
+    assert output == "all 1 runs have ended: 0 finished, 1 diverged\n"
 
 
 @pytest.mark.parametrize(
