@@ -605,8 +605,8 @@ def one_line(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
-def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
-    """gymnasium.make with vectors as observations (`flat`), recorded in `video_folder`; or one line on why not."""
+def gym_make(env_id, eval_episodes=0, video_folder=None, images=False, **kwargs):
+    """gymnasium.make with vectors, or `images`, as observations, recorded in `video_folder`; or one line on why not."""
     sys.path += [] if "" in sys.path else [""]  # module:id is found in the working directory too
     kwargs |= {"render_mode": "rgb_array"} if video_folder else {}
     in_worker = multiprocessing.parent_process() is not None
@@ -620,9 +620,10 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
             with warnings.catch_warnings(action="ignore"):  # that the folder exists
                 env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
         space = env.observation_space
-        if flat and not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-            if space.dtype == np.uint8 and sorted((0, 0, *space.shape))[-2] >= 36:
-                raise gym.error.Error(f"{space} are images: ppo_lstm_atari.py takes Atari's (ALE/Pong-v5)")
+        if space.dtype == np.uint8 and sorted((0, 0, *space.shape))[-2] >= 36:
+            if not images:
+                raise gym.error.Error(f"{space} are images, which ppo_lstm_atari.py takes")
+        elif not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
             with suppress(NotImplementedError):  # said below
                 env = gym.wrappers.FlattenObservation(env)
         if 0 in (env.observation_space.shape or [0]):
@@ -694,15 +695,13 @@ def worker(connection, make_env, seeds, first, rows):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them.
-
-    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step
-    overwrites: obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32, flags bool [num_envs].
-    Where an episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old
-    one's last, `episodes` (environment, return, length). `make_env` must be picklable. Environments rest where `active`
-    is false. `seed`, one int or several, fixes all that happens, whatever the number of workers, but for environments
-    that draw from a global generator in `step`. SystemExit says which one has failed, and why.
-    """
+    """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them. reset() ->
+    obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step overwrites:
+    obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32 and flags bool [num_envs]. Where an
+    episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old one's last,
+    `episodes` (environment, return, length). Environments rest where `active` is false. `seed`, one int or several,
+    fixes all that happens, whatever the number of workers, but for environments that draw from a global generator in
+    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:

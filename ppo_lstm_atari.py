@@ -11,13 +11,14 @@
 #     "tyro==1.0.17",
 # ]
 # ///
-"""Recurrent PPO for Atari games, from single frames: an LSTM or a GRU (--rnn) remembers what one frame can't show.
+"""Recurrent PPO: an LSTM or a GRU (--rnn) remembers what one observation can't show. For images (Atari) and vectors.
 
-A CNN encodes the frame, the RNN carries a state through the episode, linear heads give policy and value:
+A network encodes the observation, the RNN carries a state through the episode, linear heads give policy and value:
 
-    x_t        = CNN(frame_t)                                    (an MLP for vector observations)
+    x_t        = CNN(image_t)   or   MLP(vector_t)
     h_t        = RNN(x_t, h_{t-1}),   h_{t-1} = 0 where an episode begins
-    pi(a|s_t)  = softmax(W_pi h_t + b_pi)_a,   V(s_t) = w_V h_t + b_V
+    pi(a|s_t)  = softmax(W_pi h_t + b_pi)_a,   or, for continuous actions, Normal(W_pi h_t + b_pi, std)
+    V(s_t)     = w_V h_t + b_V
 
 Collect num_envs x num_steps steps with the policy pi_old, estimate each action's advantage A, then take several
 epochs of minibatch gradient steps on
@@ -34,9 +35,10 @@ That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is cho
                    from the rollout before starts with the state that it had there.
     time limits    bootstrap: the last observation's value is the one with the recurrent state of that moment.
     log pi_old     and V_old are those of the rollout, which computes them anyway.
-    statistics     are off by default, as in the source. Frames are divided by 255.
+    statistics     are off by default, as in the source. Images are divided by 255.
     games          A life is an episode, with the signs of the rewards; the returns reported are those of whole games.
-    evaluation     Actions in games are sampled, as for the published numbers.
+    evaluation     Discrete actions for images are sampled, as for the published numbers; all others are greedy.
+    --randomise    draws each episode's masses, friction, damping, gains and gravity: a memory can find them out.
     all else       is as in ppo_mlp_gaussian.py: episodes go on from batch to batch, advantages are normalised in each
                    minibatch, statistics change after each update alone, a resume begins new episodes.
 
@@ -47,6 +49,7 @@ Result:  Pong, 3 M steps, mean return of 30 games: GRU 19.4, LSTM 19.1 (one seed
          --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds each: GRU 477, LSTM 474.
 
 Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru
+         python ppo_lstm_atari.py --env-id Hopper-v5 --mask-velocity --norm-obs --norm-reward
 Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari_lstm__1__1700000000
 """
 
@@ -108,7 +111,8 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # id of a Gymnasium environment, or module:id
     num_envs: int = 8  # environments stepped side by side
     total_timesteps: int = 10_000_000  # environment steps in all, summed over environments
-    mask_velocity: bool = False  # hide the velocities of CartPole-v1, MountainCar-v0 or Acrobot-v1
+    mask_velocity: bool = False  # hide the velocities, in the environments of VELOCITIES
+    randomise: bool = False  # MuJoCo: other dynamics in each episode, as RANDOMISED has them
 
     # PPO (Schulman et al. 2017)
     num_steps: int = 128  # steps of each environment in an iteration
@@ -170,10 +174,43 @@ class AtariGame(gym.Wrapper):
         return obs, info
 
 
-VELOCITIES = {"CartPole-v1": [1, 3], "MountainCar-v0": [1], "Acrobot-v1": [4, 5]}  # their places in the observation
+# Their places in the observation
+VELOCITIES = {"CartPole-v1": [1, 3], "MountainCar-v0": [1], "Acrobot-v1": [4, 5], "Pendulum-v1": [2]}
+VELOCITIES |= {"Ant-v5": range(13, 27), "HalfCheetah-v5": range(8, 17), "Hopper-v5": range(5, 11)}
+VELOCITIES |= {"Walker2d-v5": range(8, 17)}
+
+# Smallest and largest factor on what MuJoCo's model has for each body, geom, pair of geoms, joint and actuator. A
+# servo's gain is in gainprm and biasprm.
+RANDOMISED = {("body_mass", "body_inertia"): (0.5, 1.5), ("geom_friction",): (0.7, 1.3), ("pair_friction",): (0.7, 1.3)}
+RANDOMISED |= {("dof_damping",): (0.3, 3.0), ("actuator_gainprm", "actuator_biasprm"): (0.75, 1.5)}
 
 
-def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False):
+class RandomisedDynamics(gym.Wrapper):
+    """Another robot in each episode: factors uniform in their logarithm, and gravity moved by up to 0.7 m/s^2 in each
+    coordinate. The ranges are those of OpenAI's hand (arXiv:1808.00177, table 1), which also had other sizes."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        if not hasattr(getattr(env.unwrapped, "model", None), "body_mass"):
+            raise SystemExit(f"--randomise: needs a MuJoCo environment, and {env.spec.id} has no MuJoCo model")
+        self.nominal = copy.deepcopy(env.unwrapped.model)
+
+    def reset(self, *, seed=None, options=None):
+        import mujoco
+
+        if seed is not None:
+            self.unwrapped.reset(seed=seed)  # its generator
+        model, generator = self.unwrapped.model, self.unwrapped.np_random
+        for names, bounds in RANDOMISED.items():
+            factors = np.exp(generator.uniform(*np.log(bounds), len(getattr(model, names[0]))))
+            for name in names:
+                getattr(model, name)[:] = (factors * getattr(self.nominal, name).T).T
+        model.opt.gravity[:] = self.nominal.opt.gravity + generator.uniform(-0.7, 0.7, 3)
+        mujoco.mj_setConst(model, mujoco.MjData(model))  # what follows from them
+        return self.env.reset(options=options)
+
+
+def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False, randomise=False):
     """One environment; one line if this script can't drive it. In Atari games up to 30 no-ops come first, and a step is
     4 frames, the maximum of the last two as 84 x 84 grey pixels (Mnih et al. 2015, without their stack of frames)."""
     name = env_id.removeprefix("ale_py:")
@@ -190,19 +227,54 @@ def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False):
         options = {"frameskip": 1, "obs_type": "grayscale", "max_episode_steps": 108_000}  # half an hour
         if "Backgammon" in name or "VideoCheckers" in name:  # among their own actions is no NOOP
             options["full_action_space"] = True
-        env = gym_make(env_id, eval_episodes, video_folder, flat=False, **options)
+        env = gym_make(env_id, eval_episodes, video_folder, images=True, **options)
         env = AtariGame(gym.wrappers.AtariPreprocessing(env))
     else:
-        env = gym_make(env_id, eval_episodes, video_folder)
+        env = gym_make(env_id, eval_episodes, video_folder, images=True)
+        if type(env.unwrapped).__name__ == "AtariEnv":
+            raise SystemExit(f"--env-id {env_id}: a game's id needs its version, as in ALE/Pong-v5")
+    if randomise:
+        env = RandomisedDynamics(env)
     if mask_velocity:
         if env_id not in VELOCITIES:
             raise SystemExit(f"--mask-velocity: knows the velocities of {', '.join(VELOCITIES)}, not of {env_id}")
         mask = ~np.isin(np.arange(env.observation_space.shape[0]), VELOCITIES[env_id])
         env = gym.wrappers.TransformObservation(env, lambda obs: obs * mask, env.observation_space)
     space = env.action_space
-    if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
-        raise SystemExit(f"--env-id {env_id}: its action space is {space}; this script needs Discrete(n)")
+    box = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
+    several = isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1
+    if not (box or several or isinstance(space, gym.spaces.Discrete)):
+        needs = "it must be Discrete, MultiDiscrete or a flat Box of floats"
+        raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
+    shape = env.observation_space.shape
+    if len(shape) > 3 or (len(shape) == 3 and shape[1] < min(shape[0], shape[2])):
+        needs = "an image is [height, width], with channels first, last or not at all"
+        raise SystemExit(f"--env-id {env_id}: its observation space is {env.observation_space}; {needs}")
     return env
+
+
+class Gaussian:
+    """Independent normal distributions, not bounded: mean [..., act_dim], log_std [act_dim]."""
+
+    def __init__(self, mean, log_std):
+        self.mean, self.log_std = mean, log_std
+
+    def sample(self):
+        """-> [..., act_dim]"""
+        return self.mean + self.log_std.exp() * torch.randn_like(self.mean)
+
+    def log_prob(self, actions):
+        """[..., act_dim] -> log-density [...], the sum over the action dimensions."""
+        z = (actions - self.mean) * (-self.log_std).exp()
+        return (-0.5 * z.square() - self.log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
+
+    def entropy(self):
+        """In nats, of all dimensions together; the same in every state."""
+        return (self.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
+
+    def mode(self):
+        """-> [..., act_dim]"""
+        return self.mean
 
 
 class Categorical:
@@ -224,6 +296,25 @@ class Categorical:
 
     def mode(self):
         return self.log_probs.argmax(-1)
+
+
+class Categoricals:
+    """Independent choices, int64 [..., k], of sizes n_1 ... n_k, by logits [..., n_1 + ... + n_k]."""
+
+    def __init__(self, logits, sizes):
+        self.parts = [Categorical(x) for x in logits.split(sizes, -1)]
+
+    def sample(self, generator=None):
+        return torch.stack([part.sample(generator) for part in self.parts], -1)
+
+    def log_prob(self, actions):
+        return sum(part.log_prob(x) for part, x in zip(self.parts, actions.unbind(-1)))
+
+    def entropy(self):
+        return sum(part.entropy() for part in self.parts)
+
+    def mode(self):
+        return torch.stack([part.mode() for part in self.parts], -1)
 
 
 class RunningNorm(nn.Module):
@@ -262,11 +353,13 @@ def mlp(input_dim, output_dim, output_std):
     return nn.Sequential(*hidden, layer_init(nn.Linear(64, output_dim), output_std))
 
 
-def nature_cnn(output_dim):
-    """The CNN of Mnih et al. 2015 for one frame: [N, 1, 84, 84] -> [N, output_dim]"""
-    sizes = (1, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)  # channels in and out, kernel, stride
-    layers = [layer for size in sizes for layer in (layer_init(nn.Conv2d(*size)), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Flatten(), layer_init(nn.Linear(64 * 7 * 7, output_dim)), nn.ReLU())
+def nature_cnn(channels, height, width, output_dim):
+    """The CNN of Mnih et al. 2015: [N, channels, height, width] -> [N, output_dim]"""
+    layers = []
+    for outputs, kernel, stride in (32, 8, 4), (64, 4, 2), (64, 3, 1):
+        layers += [layer_init(nn.Conv2d(channels, outputs, kernel, stride)), nn.ReLU()]
+        channels, height, width = outputs, (height - kernel) // stride + 1, (width - kernel) // stride + 1
+    return nn.Sequential(*layers, nn.Flatten(), layer_init(nn.Linear(channels * height * width, output_dim)), nn.ReLU())
 
 
 def split_sequences(first):
@@ -290,35 +383,52 @@ def split_sequences(first):
 
 
 class Agent(nn.Module):
-    """An encoder (a CNN for frames, an MLP for vectors), an LSTM or GRU, and heads for policy and value.
+    """An encoder (a CNN for images, an MLP for vectors), an LSTM or GRU, and heads for policy and value.
 
-    Observations are as the environment gives them; `encode` scales frames and normalises vectors. The RNN's state is a
+    Observations are as the environment gives them; `encode` scales images and normalises vectors. The RNN's state is a
     row for each environment, [num_envs, state_dim]: an LSTM's h and c side by side, a GRU's h.
     """
 
     def __init__(self, observation_space, action_space, args):
         super().__init__()
-        self.pixels = len(observation_space.shape) == 2
+        self.shape = observation_space.shape
+        self.pixels = len(self.shape) > 1
         if self.pixels and args.norm_obs:
-            raise SystemExit("--norm-obs: only for vector observations; frames are divided by 255")
-        self.obs_norm = RunningNorm(observation_space.shape) if args.norm_obs else nn.Identity()
+            raise SystemExit("--norm-obs: only for vector observations; images are divided by 255")
+        self.obs_norm = RunningNorm(self.shape) if args.norm_obs else nn.Identity()
         num_features = 512 if self.pixels else 64
-        self.encoder = nature_cnn(num_features) if self.pixels else mlp(*observation_space.shape, num_features, 2**0.5)
+        size = self.images(torch.empty(self.shape)).shape if self.pixels else self.shape
+        self.encoder = nature_cnn(*size, num_features) if self.pixels else mlp(*size, num_features, 2**0.5)
         self.rnn = (nn.LSTM if args.rnn == "lstm" else nn.GRU)(num_features, 128)
         for name, parameter in self.rnn.named_parameters():
             nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
-        self.actor = layer_init(nn.Linear(128, int(action_space.n)), 0.01)
+        self.box = isinstance(action_space, gym.spaces.Box)
+        if self.box:
+            self.log_std = nn.Parameter(torch.zeros(action_space.shape))
+            self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
+            self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
+        else:
+            self.sizes = np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", 0))).tolist()
+            self.register_buffer("start", torch.as_tensor(action_space.start), persistent=False)
+        self.actor = layer_init(nn.Linear(128, action_space.shape[0] if self.box else sum(self.sizes)), 0.01)
         self.critic = layer_init(nn.Linear(128, 1), 1.0)
 
     def initial_state(self, num_envs=1):
         """Zeros [num_envs, state_dim]."""
         return self.critic.weight.new_zeros(num_envs, 256 if isinstance(self.rnn, nn.LSTM) else 128)
 
+    def images(self, obs):
+        """[..., H, W], [..., H, W, channels] or [..., channels, H, W] -> [..., channels, H, W]"""
+        if len(self.shape) == 2:
+            return obs.unsqueeze(-3)
+        return obs.movedim(-1, -3) if self.shape[-1] < self.shape[0] else obs
+
     def encode(self, obs):
-        """[..., 84, 84] or [..., obs_dim] -> [..., num_features]"""
+        """[..., *the shape of an observation] -> [..., num_features]"""
         if not self.pixels:
             return self.encoder(self.obs_norm(obs.float()))
-        return self.encoder(obs.reshape(-1, 1, 84, 84) / 255).unflatten(0, obs.shape[:-2])
+        images = self.images(obs)
+        return self.encoder(images.flatten(0, -4) / 255).unflatten(0, images.shape[:-3])
 
     def recur(self, features, state):
         """[num_steps, num_envs, num_features] -> the RNN's outputs [num_steps, num_envs, 128], the state after them"""
@@ -337,8 +447,15 @@ class Agent(nn.Module):
         return outputs.flatten(0, 1).index_select(0, places).unflatten(0, first.shape)
 
     def policy(self, outputs):
-        """The RNN's outputs [..., 128] -> the distribution of the actions [...]"""
-        return Categorical(self.actor(outputs))
+        """The RNN's outputs [..., 128] -> the distribution of the actions"""
+        outputs = self.actor(outputs)
+        if self.box:
+            return Gaussian(outputs, self.log_std)
+        return Categorical(outputs) if len(self.sizes) == 1 else Categoricals(outputs, self.sizes)
+
+    def to_env(self, actions):
+        """What the environment gets: the actions counted from the space's start, or clipped to its bounds."""
+        return actions.clamp(self.low, self.high) if self.box else actions + self.start
 
     def value(self, outputs):
         """[..., 128] -> [...]"""
@@ -351,12 +468,11 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs, first, state, generator=None):
-        """Actions [num_envs], sampled for frames and greedy for vectors, and the state to pass with the next `obs`.
-
-        `first` [num_envs] says which environments have just been reset; the first state is `initial_state(num_envs)`.
-        """
+        """Actions for the environments, and the state to pass with the next `obs`. Discrete ones for images are drawn,
+        all others greedy. `first` [num_envs] says which environments have just been reset; the first state is
+        `initial_state(num_envs)`."""
         policy, _, state = self.step(obs, first, state)
-        return policy.sample(generator) if self.pixels else policy.mode(), state
+        return self.to_env(policy.sample(generator) if self.pixels and not self.box else policy.mode()), state
 
 
 def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
@@ -436,14 +552,18 @@ def annealing(args, global_step):
     return max(0.0, 1 - global_step / args.total_timesteps) if args.anneal_lr else 1.0
 
 
-def evaluate(run, agent, make, video_folder=None):
+def evaluate(run, agent, make, video_folder=None, name="eval"):
     """Plays and logs `eval_episodes` episodes, or whole games, on fresh environments. -> their returns and lengths
 
-    Those that begin first count: those that end first would be the short ones.
+    Those that begin first count: those that end first would be the short ones. With --randomise the environment as it
+    is comes first, logged as "eval_nominal", then the randomised one, whose returns are those of the run.
     """
     args, num_episodes = run.args, run.args.eval_episodes
     if num_episodes == 0:
         return [], []
+    if args.randomise and name == "eval":
+        evaluate(run, agent, partial(make, randomise=False), name="eval_nominal")
+    label = "evaluation" if name == "eval" else "evaluation of the nominal dynamics"
     num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
     make = partial(make, eval_episodes=num_episodes, video_folder=video_folder)
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
@@ -458,12 +578,12 @@ def evaluate(run, agent, make, video_folder=None):
             for env, episodic_return, length in envs.episodes:
                 ended[playing[env]] = episodic_return, length
                 playing[env], begun = begun, begun + 1
-                run.show(f"evaluation {len(ended)}/{num_episodes}", passing=True)
+                run.show(f"{label} {len(ended)}/{num_episodes}", passing=True)
     returns, lengths = map(list, zip(*(ended[i] for i in range(num_episodes))))
     mean, std = np.mean(returns), np.std(returns)
     where = f", recorded in {video_folder}" if video_folder else ""
-    run.show(f"evaluation: mean return {mean:.1f}, standard deviation {std:.1f}, {num_episodes} episodes{where}")
-    run.log({"eval/episodic_return": mean, "eval/episodic_length": np.mean(lengths)})
+    run.show(f"{label}: mean return {mean:.1f}, standard deviation {std:.1f}, {num_episodes} episodes{where}")
+    run.log({f"{name}/episodic_return": mean, f"{name}/episodic_length": np.mean(lengths)})
     return returns, lengths
 
 
@@ -474,7 +594,7 @@ def train(args: Args) -> dict:
         raise SystemExit(f"--rnn {args.rnn}: must be lstm or gru")
     if args.num_envs % args.num_minibatches:
         raise SystemExit(f"--num-minibatches {args.num_minibatches}: must divide --num-envs {args.num_envs}")
-    make = partial(make_env, args.env_id, mask_velocity=args.mask_velocity)
+    make = partial(make_env, args.env_id, mask_velocity=args.mask_velocity, randomise=args.randomise)
     num_envs = args.num_envs if args.total_timesteps else 1
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
@@ -500,10 +620,11 @@ def train(args: Args) -> dict:
             if device.type == "cuda":
                 draw = compile_function(draw, device)
 
-        shape, obs_shape = (args.num_steps, args.num_envs), envs.single_observation_space.shape
-        dtype = torch.uint8 if agent.pixels else torch.float32
-        obs, followed = torch.zeros((2, *shape, *obs_shape), dtype=dtype, device=device)
-        actions, first = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool))
+        shape, obs_space, action_space = (args.num_steps, args.num_envs), *run.spaces
+        dtypes = torch.uint8 if agent.pixels else torch.float32, torch.float32 if agent.box else torch.int64
+        obs, followed = torch.zeros((2, *shape, *obs_space.shape), dtype=dtypes[0], device=device)
+        actions = torch.zeros((*shape, *action_space.shape), dtype=dtypes[1], device=device)
+        first = torch.zeros(shape, dtype=torch.bool, device=device)
         log_probs, values = torch.zeros((2, *shape), device=device)
         states = agent.initial_state(args.num_envs).repeat(args.num_steps + 1, 1, 1)  # [t] before step t, [t + 1] after
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
@@ -522,7 +643,8 @@ def train(args: Args) -> dict:
                 with torch.no_grad():
                     drawn = draw(obs[step], first[step], states[step])
                     actions[step], log_probs[step], values[step], states[step + 1] = drawn
-                next_obs, rewards[step], terminated[step], truncated = envs.step(actions[step].cpu().numpy())
+                env_actions = agent.to_env(actions[step]).cpu().numpy()
+                next_obs, rewards[step], terminated[step], truncated = envs.step(env_actions)
                 next_first = done[step] = np.logical_or(terminated[step], truncated)
                 # What really followed is an episode's last observation where it ended. T puts the environments last.
                 followed[step] = torch.as_tensor(np.where(done[step], envs.final_obs.T, next_obs.T).T, device=device)
@@ -551,6 +673,8 @@ def train(args: Args) -> dict:
 
             # Log, save, evaluate.
             metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+            if agent.box:
+                metrics["losses/action_std"] = agent.log_std.exp().mean()
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(metrics, rollout_start, update_start)
             if args.eval_interval and run.iteration % args.eval_interval == 0 and run.global_step < run.budget:
@@ -574,8 +698,8 @@ def one_line(error):
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
-def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
-    """gymnasium.make with vectors as observations (`flat`), recorded in `video_folder`; or one line on why not."""
+def gym_make(env_id, eval_episodes=0, video_folder=None, images=False, **kwargs):
+    """gymnasium.make with vectors, or `images`, as observations, recorded in `video_folder`; or one line on why not."""
     sys.path += [] if "" in sys.path else [""]  # module:id is found in the working directory too
     kwargs |= {"render_mode": "rgb_array"} if video_folder else {}
     in_worker = multiprocessing.parent_process() is not None
@@ -589,9 +713,10 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, flat=True, **kwargs):
             with warnings.catch_warnings(action="ignore"):  # that the folder exists
                 env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
         space = env.observation_space
-        if flat and not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-            if space.dtype == np.uint8 and sorted((0, 0, *space.shape))[-2] >= 36:
-                raise gym.error.Error(f"{space} are images: ppo_lstm_atari.py takes Atari's (ALE/Pong-v5)")
+        if space.dtype == np.uint8 and sorted((0, 0, *space.shape))[-2] >= 36:
+            if not images:
+                raise gym.error.Error(f"{space} are images, which ppo_lstm_atari.py takes")
+        elif not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
             with suppress(NotImplementedError):  # said below
                 env = gym.wrappers.FlattenObservation(env)
         if 0 in (env.observation_space.shape or [0]):
@@ -665,15 +790,13 @@ def worker(connection, make_env, seeds, first, rows):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them.
-
-    reset() -> obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step
-    overwrites: obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32, flags bool [num_envs].
-    Where an episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old
-    one's last, `episodes` (environment, return, length). `make_env` must be picklable. Environments rest where `active`
-    is false. `seed`, one int or several, fixes all that happens, whatever the number of workers, but for environments
-    that draw from a global generator in `step`. SystemExit says which one has failed, and why.
-    """
+    """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them. reset() ->
+    obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step overwrites:
+    obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32 and flags bool [num_envs]. Where an
+    episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old one's last,
+    `episodes` (environment, return, length). Environments rest where `active` is false. `seed`, one int or several,
+    fixes all that happens, whatever the number of workers, but for environments that draw from a global generator in
+    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:

@@ -31,6 +31,8 @@ VARIANTS = [
     (ADAPTIVE, {"preset": "paper"}),
     (RECURRENT, {"rnn": "lstm", "norm_obs": True, "norm_reward": True}),
     (RECURRENT, {"rnn": "gru"}),
+    (RECURRENT, {"rnn": "lstm", "discrete": True}),
+    (RECURRENT, {"rnn": "gru", "norm_obs": True, "discrete": True}),
     (COMB, {}),
 ]
 ENVS, STEPS, LIMIT = 4, 20, 10
@@ -66,7 +68,7 @@ class Lopsided(gym.Env):
         return self.observation(), -float(np.square(self.point).sum()), terminated, False, {}
 
 
-for suffix, kwargs in {"": {}, "From0": {"start": 0}, "From-1": {"start": -1}}.items():
+for suffix, kwargs in {"": {}, "From-1": {"start": -1}}.items():
     gym.register(f"Lopsided{suffix}-v0", "test_loop:Lopsided", max_episode_steps=LIMIT, kwargs=kwargs)
 
 
@@ -87,7 +89,7 @@ def watch(patch, owner, name, after):
 
 def make_args(name, script, flags, iterations=3, **more):
     flags = dict(num_steps=STEPS, num_minibatches=2) | flags
-    size, actions = ENVS * STEPS, "From0" if name == RECURRENT else "From-1" if flags.pop("discrete", False) else ""
+    size, actions = ENVS * STEPS, "From-1" if flags.pop("discrete", False) else ""
     if flags.get("preset") == "post":  # batches of eight whole episodes
         flags, size = flags | dict(num_steps=0, num_minibatches=1, episodes_per_batch=8), 8 * LIMIT
     if name == FLAGSHIP:

@@ -14,14 +14,51 @@ import ppo_lstm_atari as ppo
 FRAMES = gym.spaces.Box(0, 255, (84, 84), np.uint8)
 VECTORS = gym.spaces.Box(-np.inf, np.inf, (3,))
 ACTIONS = gym.spaces.Discrete(4)
+BOX = gym.spaces.Box(np.float32([-1, -2]), np.float32([1, 0.5]))
+SEVERAL = gym.spaces.MultiDiscrete([3, 2], start=[-1, 5])
 
 cells = pytest.mark.parametrize("rnn", ["lstm", "gru"])
 spaces = pytest.mark.parametrize("space", [VECTORS, FRAMES], ids=["vectors", "frames"])
+action_spaces = pytest.mark.parametrize("actions", [ACTIONS, BOX, SEVERAL], ids=["discrete", "box", "several"])
 
 
-def agent(space=VECTORS, **flags):
+class Any(gym.Env):
+    """Random observations in `space`, whatever the actions; episodes of ten steps."""
+
+    def __init__(self, space, actions, render_mode=None):
+        self.observation_space, self.action_space = space, actions
+
+    def look(self):
+        self.time += 1
+        if self.observation_space.dtype == np.uint8:
+            return self.np_random.integers(0, 256, self.observation_space.shape, np.uint8)
+        return self.np_random.normal(size=self.observation_space.shape).astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = -1
+        return self.look(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"not a valid action: {action!r}"
+        return self.look(), 1.0, self.time == 10, False, {}
+
+
+def register(name, space, actions):
+    gym.register(f"{name}-v0", "test_lstm:Any", kwargs={"space": space, "actions": actions})
+
+
+for name, actions in ("Discrete", ACTIONS), ("Box", BOX), ("Several", SEVERAL):
+    register(f"Vectors{name}", VECTORS, actions)
+register("Picture", gym.spaces.Box(0, 255, (40, 48, 3), np.uint8), BOX)
+register("Film", gym.spaces.Box(0, 255, (40, 3, 48), np.uint8), BOX)
+register("Films", gym.spaces.Box(0, 255, (2, 40, 48, 3), np.uint8), BOX)
+register("Binary", VECTORS, gym.spaces.MultiBinary(3))
+
+
+def agent(space=VECTORS, actions=ACTIONS, **flags):
     torch.manual_seed(0)
-    policy = ppo.Agent(space, ACTIONS, ppo.Args(**flags))
+    policy = ppo.Agent(space, actions, ppo.Args(**flags))
     with torch.no_grad():  # far from the uniform start
         policy.actor.weight.normal_()
     return policy
@@ -129,18 +166,33 @@ def test_padding_changes_nothing(rnn, monkeypatch):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
 
+def torch_distribution(policy, outputs):
+    """log_prob and entropy of torch.distributions' for the same outputs of the network, as functions."""
+    if policy.box:
+        normal = torch.distributions.Normal(outputs, policy.log_std.exp())
+        return torch.distributions.Independent(normal, 1)
+    parts = [torch.distributions.Categorical(logits=x) for x in outputs.split(policy.sizes, -1)]
+    if len(parts) == 1:
+        return parts[0]
+    log_prob = lambda actions: sum(part.log_prob(x) for part, x in zip(parts, actions.unbind(-1)))  # noqa: E731
+    return SimpleNamespace(log_prob=log_prob, entropy=lambda: sum(part.entropy() for part in parts))
+
+
 @cells
+@action_spaces
 @pytest.mark.parametrize("clip_vloss", [True, False])
-def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, clip_vloss):
+def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, actions, clip_vloss):
     args = ppo.Args(rnn=rnn, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7, max_grad_norm=0.1)
-    policy, shape = agent(rnn=rnn), (30, 4)
+    policy, shape = agent(actions=actions, rnn=rnn), (30, 4)
     obs, first, state = observations(VECTORS, *shape), random_first(*shape), random_state(policy, 4)
-    actions = torch.randint(0, 4, shape)
+    with torch.no_grad():
+        policy.actor.weight.mul_(0.1)  # else the ratios of normal densities are enormous
+        actions = policy.policy(torch.randn(*shape, 128)).sample()
     old_log_probs, values, advantages, returns = torch.randn(4, *shape)
     old_log_probs = old_log_probs.abs().neg()
 
     outputs = slow_outputs(policy, obs, first, state)[0]
-    new = torch.distributions.Categorical(logits=policy.actor(outputs))
+    new = torch_distribution(policy, policy.actor(outputs))
     new_values = policy.critic(outputs)[..., 0]
     log_ratio = new.log_prob(actions) - old_log_probs
     ratio, scaled = log_ratio.exp(), (advantages - advantages.mean()) / (advantages.std() + 1e-8)
@@ -197,6 +249,20 @@ def test_acting_remembers_the_episode_and_nothing_else(rnn):
     torch.testing.assert_close(state, last_state, atol=1e-5, rtol=0)
 
 
+def test_what_the_environment_gets_is_greedy_within_bounds_and_counted_from_the_start():
+    obs, first = observations(VECTORS, 1, 64)[0], torch.ones(64, dtype=torch.bool)
+    for actions in (BOX, SEVERAL):
+        policy = agent(actions=actions)
+        outputs = policy.actor(policy.recur(policy.encode(obs)[None], policy.initial_state(64))[0][0])
+        found = policy.act(obs, first, policy.initial_state(64))[0]
+        if actions is BOX:
+            assert torch.equal(found, torch.minimum(torch.maximum(outputs, found.new_tensor([-1, -2])), policy.high))
+            assert (outputs != found).any()
+        else:
+            assert torch.equal(found, torch.stack([outputs[:, :3].argmax(-1) - 1, outputs[:, 3:].argmax(-1) + 5], -1))
+        assert all(actions.contains(x) for x in found.numpy())
+
+
 def test_actions_for_frames_are_sampled_by_the_generator():
     policy, obs = agent(FRAMES), observations(FRAMES, 1, 1)[0].expand(64, 84, 84)
     first, state = torch.ones(64, dtype=torch.bool), policy.initial_state(64)
@@ -218,6 +284,19 @@ def test_log_prob_entropy_mode_and_samples_equal_torch_distributions():
     assert torch.equal(found.mode(), logits.argmax(-1))
     draws = ppo.Categorical(logits[0].expand(40000, 4)).sample()
     torch.testing.assert_close(draws.bincount(minlength=4) / 40000, expected.probs[0], atol=0.01, rtol=0)
+
+
+def test_several_choices_are_independent_ones():
+    logits, policy = 2 * torch.randn(50, 5), agent(actions=SEVERAL)
+    actions = torch.stack([torch.randint(0, 3, (50,)), torch.randint(0, 2, (50,))], -1)
+    found, expected = ppo.Categoricals(logits, [3, 2]), torch_distribution(policy, logits)
+    torch.testing.assert_close(found.log_prob(actions), expected.log_prob(actions))
+    torch.testing.assert_close(found.entropy(), expected.entropy())
+    assert torch.equal(found.mode(), torch.stack([logits[:, :3].argmax(-1), logits[:, 3:].argmax(-1)], -1))
+    draws = ppo.Categoricals(logits[0].expand(40000, 5), [3, 2]).sample()
+    pairs = (2 * draws[:, 0] + draws[:, 1]).bincount(minlength=6) / 40000
+    joint = logits[0, :3].softmax(-1)[:, None] * logits[0, 3:].softmax(-1)
+    torch.testing.assert_close(pairs, joint.flatten(), atol=0.01, rtol=0)
 
 
 @cells
@@ -246,15 +325,38 @@ def test_the_encoder_sees_scaled_frames_and_normalised_vectors(space):
     torch.testing.assert_close(seen[0], expected)
 
 
+@pytest.mark.parametrize(
+    "shape, size",
+    [((84, 84), (1, 84, 84)), ((96, 90, 3), (3, 96, 90)), ((4, 84, 84), (4, 84, 84)), ((36, 36), (1, 36, 36))],
+)
+def test_images_reach_the_cnn_with_their_channels_first(shape, size):
+    policy, seen = agent(gym.spaces.Box(0, 255, shape, np.uint8)), []
+    policy.encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    obs = torch.randint(0, 256, (5, 2, *shape), dtype=torch.uint8)
+    assert policy.encode(obs).shape == (5, 2, 512) and seen[0].shape == (10, *size)
+    channel = (obs[3, 1, ..., 1] if shape[-1] == 3 else obs[3, 1, 1] if shape[0] == 4 else obs[3, 1]) / 255
+    torch.testing.assert_close(seen[0][7, 0 if size[0] == 1 else 1], channel)
+
+
 # Training
 
 
+@pytest.mark.parametrize("name", ["VectorsDiscrete", "VectorsBox", "VectorsSeveral", "Picture"])
+def test_all_it_takes_is_trained_evaluated_and_resumed(name, tmp_path):
+    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "num_workers": 1, "eval_episodes": 2, "cuda": False}
+    args = ppo.Args(env_id=f"test_lstm:{name}-v0", total_timesteps=128, run_dir=str(tmp_path / "run"), **sizes)
+    result = ppo.train(args)
+    assert result["eval_returns"] == [10.0, 10.0] and result["mean_return_last_100"] == 10
+    resumed = ppo.Args(**vars(args) | {"resume": str(tmp_path / "run"), "run_dir": None, "total_timesteps": 192})
+    assert ppo.train(resumed)["iterations"] == 3
+
+
 @cells
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "BreakoutNoFrameskip-v4"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v5", "BreakoutNoFrameskip-v4"])
 def test_first_minibatch_has_ratio_one_in_training(rnn, env_id, record_ratios, monkeypatch, tmp_path):
     ratios, batches, update = record_ratios(ppo), [], ppo.update
     monkeypatch.setattr(ppo, "update", lambda *inputs: (batches.append(inputs[-1]), update(*inputs))[1])
-    num_steps = 64 if env_id == "CartPole-v1" else 16
+    num_steps = 16 if env_id == "BreakoutNoFrameskip-v4" else 64
     args = ppo.Args(
         env_id=env_id, total_timesteps=8 * num_steps, num_envs=4, num_steps=num_steps, num_minibatches=2, rnn=rnn,
         update_epochs=2, num_workers=1, eval_episodes=0, cuda=False, learning_rate=1e-3, run_dir=str(tmp_path / "run"),
@@ -264,9 +366,9 @@ def test_first_minibatch_has_ratio_one_in_training(rnn, env_id, record_ratios, m
     for first in (ratios[0], ratios[4]):  # the second iteration's sequences go on from the first's
         torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
     assert (ratios[3] - 1).abs().max() > 1e-4
-    frames, obs = env_id != "CartPole-v1", batches[0][1]
+    frames, obs = num_steps == 16, batches[0][1]
     assert obs.dtype == (torch.uint8 if frames else torch.float32)
-    assert obs.shape == (4, num_steps, *((84, 84) if frames else (4,)))
+    assert obs.shape == (4, num_steps, *((84, 84) if frames else (4 if env_id == "CartPole-v1" else 11,)))
 
 
 @cells
@@ -613,9 +715,12 @@ def test_missing_atari_packages_are_one_line(package, words, monkeypatch):
         ({"num_envs": 4, "num_minibatches": 8}, ["--num-minibatches 8", "--num-envs 4"]),
         ({"norm_obs": True}, ["--norm-obs"]),
         ({"mask_velocity": True}, ["--mask-velocity", "CartPole-v1", "BreakoutNoFrameskip-v4"]),
-        ({"env_id": "Pendulum-v1"}, ["Pendulum-v1", "Box", "Discrete"]),
+        ({"env_id": "test_lstm:Binary-v0"}, ["MultiBinary", "flat Box", "Discrete"]),
+        ({"env_id": "test_lstm:Film-v0"}, ["(40, 3, 48)", "channels first, last or not at all"]),
+        ({"env_id": "test_lstm:Films-v0"}, ["(2, 40, 48, 3)", "channels first, last or not at all"]),
+        ({"env_id": "CartPole-v1", "randomise": True}, ["--randomise", "MuJoCo", "CartPole-v1"]),
         ({"env_id": "BreakoutNoFrameskip-v5"}, ["BreakoutNoFrameskip-v5"]),
-        ({"env_id": "ALE/Pong"}, ["ALE/Pong", "images", "Atari"]),
+        ({"env_id": "ALE/Pong"}, ["ALE/Pong", "version", "ALE/Pong-v5"]),
     ],
     ids=str,
 )
@@ -627,16 +732,22 @@ def test_what_the_script_can_not_do_is_named(changes, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "env_id, positions", [("CartPole-v1", [0, 2]), ("MountainCar-v0", [0]), ("Acrobot-v1", range(4))]
+    "env_id, positions",
+    [("CartPole-v1", [0, 2]), ("MountainCar-v0", [0]), ("Acrobot-v1", range(4)), ("Pendulum-v1", [0, 1])]
+    + [("Hopper-v5", range(5)), ("HalfCheetah-v5", range(8)), ("Walker2d-v5", range(8))]
+    + [("Ant-v5", [*range(13), *range(27, 105)])],
 )
 def test_hidden_velocities_are_zero_and_the_rest_is_as_it_was(env_id, positions):
     masked, plain = ppo.make_env(env_id, mask_velocity=True), ppo.make_env(env_id)
     masked.reset(seed=3), plain.reset(seed=3)
+    action = 1 if isinstance(plain.action_space, gym.spaces.Discrete) else plain.action_space.high / 3
     for _ in range(3):
-        obs, whole = masked.step(1)[0], plain.step(1)[0]
+        obs, whole = masked.step(action)[0], plain.step(action)[0]
     shown = np.isin(np.arange(len(obs)), positions)
     assert (obs[shown] == whole[shown]).all() and (obs[~shown] == 0).all() and (whole[~shown] != 0).all()
     assert obs.dtype == whole.dtype
+    if hasattr(plain.unwrapped, "data"):
+        np.testing.assert_array_equal(whole[~shown], plain.unwrapped.data.qvel.clip(-10, 10))
 
 
 def test_training_and_evaluation_hide_the_velocities(monkeypatch, tmp_path):
@@ -657,3 +768,84 @@ def test_training_and_evaluation_hide_the_velocities(monkeypatch, tmp_path):
 
 def test_other_observations_are_flattened():
     assert ppo.make_env("FrozenLake-v1").observation_space.shape == (16,)
+
+
+# Dynamics that differ
+
+
+MODEL = "body_mass", "body_inertia", "geom_friction", "dof_damping", "actuator_gainprm", "actuator_biasprm"
+
+
+def values(env):
+    """What is drawn anew, as factors on the nominal model (0 / 0 is 1), and gravity."""
+    nominal, model = gym.make(env.spec.id).unwrapped.model, env.unwrapped.model
+    with np.errstate(invalid="ignore"):
+        factors = {x: np.nan_to_num(getattr(model, x) / getattr(nominal, x), nan=1.0) for x in MODEL}
+    return factors, model.opt.gravity - nominal.opt.gravity
+
+
+@pytest.mark.parametrize("env_id", ["Hopper-v5", "Ant-v5"])
+def test_randomised_dynamics_are_in_range_drawn_at_each_reset_and_seeded(env_id):
+    env, other = (ppo.make_env(env_id, randomise=True) for _ in range(2))
+    drawn = []
+    for i in range(20):  # factors on factors would leave the ranges
+        obs = [x.reset(seed=5 if i == 0 else None)[0] for x in (env, other)]
+        assert (obs[0] == obs[1]).all()
+        factors, gravity = values(env)
+        for name in MODEL:
+            assert (factors[name] == values(other)[0][name]).all()
+        bounds = {"body_mass": (0.5, 1.5), "geom_friction": (0.7, 1.3), "dof_damping": (0.3, 3)}
+        for name, (low, high) in (bounds | {"actuator_gainprm": (0.75, 1.5)}).items():
+            assert low <= factors[name].min() and factors[name].max() <= high
+        assert 0 < np.abs(gravity).max() <= 0.7
+        mass = factors["body_mass"]
+        np.testing.assert_allclose(factors["body_inertia"][1:], np.repeat(mass[1:, None], 3, 1))
+        model = env.unwrapped.model
+        np.testing.assert_allclose(model.body_subtreemass[0], model.body_mass.sum())  # what follows from it
+        damped = env.nominal.dof_damping > 0  # not the joints of the trunk
+        drawn.append([*mass[1:], *factors["dof_damping"][damped], *gravity])
+        env.step(env.action_space.high), other.step(env.action_space.high)
+    assert (np.std(drawn, 0) > 0.1).all()
+    env.reset(seed=6)
+    assert not np.allclose([*values(env)[0]["body_mass"][1:]], drawn[0][: env.unwrapped.model.nbody - 1])
+    plain = ppo.make_env(env_id)
+    plain.reset(seed=5)
+    assert all((x == 1).all() for x in values(plain)[0].values()) and (values(plain)[1] == 0).all()
+
+
+def test_a_servos_gain_is_scaled_as_a_whole():
+    """A position servo's force is gain * action + bias * position: one factor for both, or its target moves."""
+    env = ppo.make_env("Hopper-v5", randomise=True)
+    env.nominal.actuator_gainprm[:, 0], env.nominal.actuator_biasprm[:, 1] = 5.0, -5.0
+    env.reset(seed=1)
+    model = env.unwrapped.model
+    assert (model.actuator_gainprm[:, 0] == -model.actuator_biasprm[:, 1]).all()
+    assert len(set(model.actuator_gainprm[:, 0])) == 3
+
+
+def test_randomised_dynamics_do_not_depend_on_the_number_of_workers():
+    found = []
+    for workers in (1, 2):
+        with ppo.SubprocVecEnv(partial(ppo.make_env, "Hopper-v5", randomise=True), 4, workers, 3) as envs:
+            seen = [envs.reset().copy()]
+            seen += [envs.step(np.full((4, 3), 0.5, np.float32))[0].copy() for _ in range(60)]
+        found.append(np.stack(seen))
+    assert (found[0] == found[1]).all()
+    assert (found[0][20, 0] != found[0][20, 1]).all()
+
+
+def test_evaluations_play_nominal_and_randomised_dynamics(monkeypatch, tmp_path, capsys):
+    made, init, logged = [], ppo.SubprocVecEnv.__init__, {}
+    monkeypatch.setattr(
+        ppo.SubprocVecEnv, "__init__", lambda envs, *inputs: (made.append(inputs[0]), init(envs, *inputs))[1]
+    )
+    monkeypatch.setattr(ppo.Run, "log", lambda run, scalars: logged.update(scalars))
+    args = ppo.Args(
+        env_id="Hopper-v5", randomise=True, total_timesteps=64, num_envs=4, num_steps=16, cuda=False,
+        num_workers=1, eval_episodes=3, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    result = ppo.train(args)
+    assert [make.keywords["randomise"] for make in made] == [True, False, True]
+    assert logged["eval/episodic_return"] == pytest.approx(np.mean(result["eval_returns"]))
+    assert logged["eval_nominal/episodic_return"] != logged["eval/episodic_return"]
+    assert "evaluation of the nominal dynamics: mean return" in capsys.readouterr().out
