@@ -123,7 +123,8 @@ def make_env(env_id, eval_episodes=0, video_folder=None):
     env = gym_make(env_id, eval_episodes, video_folder)
     space = env.action_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or space.dtype.kind != "f":
-        raise SystemExit(f"--env-id {env_id}: its action space is {space}, no flat Box (Discrete: ppo_value_first.py)")
+        needs = "this script needs a flat Box of floats; ppo_value_first.py takes Discrete too"
+        raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
     if not all(0 < width < np.inf for width in space.high - space.low):
         raise SystemExit(f"--env-id {env_id}: a comb needs finite action bounds, low < high, not {space}")
     return env

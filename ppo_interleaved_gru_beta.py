@@ -235,7 +235,7 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stal
     space = env.action_space
     flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
     if not flat or not ((space.low < space.high) & np.isfinite(space.high - space.low)).all():
-        needs = "this script needs a flat Box of floats, with finite low < high"
+        needs = "this script needs a flat Box of floats, finite low < high; ppo_value_first.py takes Discrete too"
         raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
     if type(env.unwrapped).__module__.startswith("humanoid_bench"):
         if pose_actions and env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques

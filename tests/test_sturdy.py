@@ -389,11 +389,10 @@ def test_killed_parent_leaves_no_process(start, env):
 
 
 @every
-@pytest.mark.parametrize("signum, whole_group", [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_signal_saves_the_last_whole_iteration(start, module, signum, whole_group):
-    run = start(*ENDLESS, module=module)
+def test_signal_saves_the_last_whole_iteration(start, module):
+    run, signum = start(*ENDLESS, module=module), signal.SIGTERM if module is recurrent else signal.SIGINT
     run.wait_until(lambda: len(run.steps()) >= 2)
-    run.signal(signum, whole_group)
+    run.signal(signum, whole_group=signum == signal.SIGINT)
     run.assert_stops(signum)
     assert_resumes(run.directory, module)
 
@@ -455,7 +454,7 @@ def test_second_interrupt_ends_the_run_all_the_same(start):
     run.assert_stops(signal.SIGINT, iterations=2)
 
 
-@every
+@scripts(base, recurrent)
 def test_interrupt_while_modules_are_imported_leaves_no_traceback(start, module):
     run = start(*ENDLESS, module=module, PYTHONVERBOSE="1")  # names each module on stderr as it is imported
     run.wait_until(lambda: "import 'numpy'" in run.stderr.read_text())
@@ -763,7 +762,7 @@ def test_curves_that_can_not_be_written_cost_no_checkpoint(start, tmp_path, coun
 def test_full_disk_is_one_line_and_leaves_a_whole_checkpoint(start, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("can't mount a file system")
     try:
         run = start(f"--run-dir={disk / 'run'}", "--total-timesteps=640000", "--checkpoint-interval=5", run_dir=False)
@@ -816,7 +815,7 @@ def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "env, words, modules",
     [
-        ("DiscreteAction", ["action", "Discrete(3)"], [base, flagship, comb, adaptive]),
+        ("DiscreteAction", ["action", "Discrete(3)", "ppo_value_first.py"], [base, flagship, comb, adaptive]),
         ("BinaryActions", ["action", "MultiBinary(2)"], CONTINUOUS),
         ("WholeNumberActions", ["action", "int64", "floats"], CONTINUOUS),
         ("InfiniteBounds", ["action", "finite", "inf"], [flagship, comb]),
@@ -904,12 +903,12 @@ def test_budget_that_whole_iterations_do_not_use_up_is_printed(tmp_path, capsys,
 
 def test_runs_of_one_name_have_a_directory_each(start, tmp_path):
     """Begun side by side, in the same second or not."""
-    started = [start(f"--learning-rate={rate}", "--total-timesteps=64", run_dir=False) for rate in (1e-3, 1e-4, 1e-5)]
+    started = [start(f"--learning-rate={rate}", "--total-timesteps=64", run_dir=False) for rate in (1e-3, 1e-4)]
     for run in started:
         run.assert_ends(0)
     directories = list((tmp_path / "runs").iterdir())
-    assert {json.loads((x / "args.json").read_text())["learning_rate"] for x in directories} == {1e-3, 1e-4, 1e-5}
-    assert len(directories) == 3
+    assert {json.loads((x / "args.json").read_text())["learning_rate"] for x in directories} == {1e-3, 1e-4}
+    assert len(directories) == 2
 
 
 @every
