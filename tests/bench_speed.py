@@ -10,7 +10,7 @@ gives the medians of the speeds, and the median, minimum and maximum of the roun
 The peers live in environments of their own:
 
     python -m venv sb3-env
-    sb3-env/bin/pip install torch==2.13.0 stable-baselines3 "gymnasium[mujoco]" mujoco==3.1.6
+    sb3-env/bin/pip install torch==2.13.0 stable-baselines3 sb3-contrib "gymnasium[mujoco]" mujoco==3.1.6
     python -m venv cleanrl-env
     cleanrl-env/bin/pip install torch==2.13.0 gymnasium==0.29.1 mujoco==3.1.6 imageio tyro tensorboard \
         ale-py==0.9.0 opencv-python-headless
@@ -22,6 +22,7 @@ interpreter can run this file too.
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import platform
@@ -82,7 +83,7 @@ def machine(args):
     packages = ["torch", "numpy", "gymnasium", "mujoco"]
     peers = {"ours": sys.executable, "SB3": args.sb3_python, "CleanRL": args.cleanrl and args.cleanrl_python}
     for name, python in peers.items():
-        if python and ({"base", "value-first", "atari"} & set(args.only) or name == "ours"):
+        if python and ({"base", "value-first", "atari", "hopper"} & set(args.only) or name == "ours"):
             names = packages + ["stable-baselines3"] * (name == "SB3")
             shown = subprocess.run([python, "-c", show, *names], capture_output=True, text=True)
             print(f"- {name}: Python {shown.stdout.strip() or shown.stderr.strip().splitlines()[-1]}")
@@ -210,8 +211,12 @@ def run_script(script, flags, batch_size, seconds=None, shares=None):
     return speed
 
 
-def run_sb3(vec_env):
-    """Executed by the peer's interpreter: Stable-Baselines3's PPO, prints a line at the end of each iteration."""
+def run_sb3(vec_env, network):
+    """Executed by the peer's interpreter: Stable-Baselines3's PPO, prints a line at the end of each iteration.
+
+    With a network "two LSTMs" or "one LSTM" it is SB3-contrib's RecurrentPPO on Hopper, at its defaults or with the
+    network of ppo_lstm_atari.py.
+    """
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
@@ -228,8 +233,14 @@ def run_sb3(vec_env):
 
     torch.set_num_threads(1)
     kind = {"SubprocVecEnv": SubprocVecEnv, "DummyVecEnv": DummyVecEnv}[vec_env]
-    envs = VecNormalize(make_vec_env("HalfCheetah-v5", 8, vec_env_cls=kind))
-    model = PPO("MlpPolicy", envs, n_steps=256, batch_size=64, n_epochs=10, device="cpu")
+    envs = VecNormalize(make_vec_env("Hopper-v5" if network else "HalfCheetah-v5", 8, vec_env_cls=kind))
+    if network:
+        from sb3_contrib import RecurrentPPO
+
+        ours = {"lstm_hidden_size": 128, "shared_lstm": True, "enable_critic_lstm": False, "net_arch": []}
+        model = RecurrentPPO("MlpLstmPolicy", envs, policy_kwargs=ours if network == "one LSTM" else {}, device="cpu")
+    else:
+        model = PPO("MlpPolicy", envs, n_steps=256, batch_size=64, n_epochs=10, device="cpu")
     model.learn(100_000_000, callback=Mark())
 
 
@@ -281,6 +292,27 @@ def atari(args):
         print("CleanRL is left out: --cleanrl was not given\n")
     speeds = compare(args.rounds, contenders)
     print("## atari: whole training, BreakoutNoFrameskip-v4, 8 environments x 128 steps, 4 minibatches, 4 epochs\n")
+    table(speeds, rows or [(name, None, None) for name in shares])
+    print_shares(shares)
+
+
+def hopper(args):
+    """Whole training of the recurrent script against SB3-contrib's RecurrentPPO: Hopper-v5, 8 x 128, 8 / 10."""
+    flags = "--env-id Hopper-v5 --num-envs 8 --num-steps 128 --num-minibatches 8 --update-epochs 10 --no-cuda"
+    contenders, rows, shares = {}, [], {}
+    for name, flag in ("LSTM", ""), ("GRU", "--rnn gru"):
+        run, shares[name] = f"{flags} --norm-obs --norm-reward --total-timesteps 100000000 {flag}", []
+        contenders[name] = partial(run_script, "ppo_lstm_atari", run, 1024, args.seconds, shares[name])
+    if args.sb3_python:
+        for vec_env, network in itertools.product(("SubprocVecEnv", "DummyVecEnv"), ("two LSTMs", "one LSTM")):
+            name = f"SB3-contrib RecurrentPPO, {network}, 8 in {vec_env}, 1 thread"
+            command = [args.sb3_python, __file__, "--run-sb3", vec_env, "--sb3-network", network]
+            contenders[name] = partial(train, command, "iteration", 1024, args.seconds)
+            rows += [("LSTM", name, 3 if network == "two LSTMs" else None), ("GRU", name, None)]
+    else:
+        print("SB3-contrib is left out: --sb3-python was not given\n")
+    speeds = compare(args.rounds, contenders)
+    print("## hopper: whole training on the CPU, Hopper-v5, 8 environments x 128 steps, 8 minibatches, 10 epochs\n")
     table(speeds, rows or [(name, None, None) for name in shares])
     print_shares(shares)
 
@@ -416,7 +448,7 @@ def print_shares(shares):
 def main():
     sections = {
         "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl,
-        "atari": atari, "comb": comb, "gpu": gpu,
+        "atari": atari, "hopper": hopper, "comb": comb, "gpu": gpu,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
@@ -431,9 +463,10 @@ def main():
     parser.add_argument("--cleanrl-python", default=sys.executable, help="an interpreter that can run it")
     parser.add_argument("--cleanrl-env-id", default="HalfCheetah-v4")
     parser.add_argument("--run-sb3", help=argparse.SUPPRESS)
+    parser.add_argument("--sb3-network", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run_sb3:
-        return run_sb3(args.run_sb3)
+        return run_sb3(args.run_sb3, args.sb3_network)
     machine(args)
     for name in args.only:
         try:
