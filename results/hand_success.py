@@ -1,0 +1,65 @@
+"""How often trained policies reach the goal, with the dynamics as they are and with randomised ones.
+
+    python results/hand_success.py runs/HandReachDense*
+
+plays, for each run of `ppo_lstm_atari.py` or `ppo_mlp_gaussian.py` on a task of Gymnasium-Robotics, 100 greedy episodes
+of each kind, the same ones for every policy. A success is one at an episode's last step.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ppo_lstm_atari
+
+
+def play(script, agent, env_id, randomise, num_episodes):
+    """-> returns and successes [num_episodes]"""
+    env, results = ppo_lstm_atari.make_env(env_id, randomise=randomise), []
+    for episode in range(num_episodes):
+        obs, _ = env.reset(seed=episode)
+        begins, episodic_return, ended = True, 0.0, False
+        state = agent.initial_state() if script == "ppo_lstm_atari" else None
+        while not ended:
+            obs = torch.as_tensor(obs, dtype=torch.float32)
+            if state is None:
+                action = agent.act(obs).numpy()
+            else:
+                actions, state = agent.act(obs[None], torch.tensor([begins]), state)
+                action = actions[0].numpy()
+            obs, reward, terminated, truncated, info = env.step(action)
+            begins, episodic_return, ended = False, episodic_return + reward, terminated or truncated
+        results.append((episodic_return, info["is_success"]))
+    return np.array(results, float).T
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories; those that have not ended are left out")
+    parser.add_argument("--episodes", type=int, default=100)
+    args = parser.parse_args()
+    print("| run | dynamics | return | success |\n|-|-|-|-|")
+    for run in args.runs:
+        if not (run / "result.json").exists():
+            continue
+        script = json.loads((run / "result.json").read_text())["script"]
+        module = importlib.import_module(script)
+        saved = torch.load(run / "checkpoint.pt", weights_only=True, map_location="cpu")
+        flags = module.Args(**saved["args"])
+        env = ppo_lstm_atari.make_env(flags.env_id)
+        agent = module.Agent(env.observation_space, env.action_space, flags)
+        agent.load_state_dict(saved["model"])
+        for randomise in (False, True):
+            returns, successes = play(script, agent, flags.env_id, randomise, args.episodes)
+            kind = "randomised" if randomise else "as they are"
+            print(f"| {run.name} | {kind} | {returns.mean():.2f} | {successes.mean():.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
