@@ -81,7 +81,7 @@ class Args:
     wandb_entity: str | None = None  # the entity (team) there
     capture_video: bool = False  # record the last evaluation to RUN_DIR/videos (MuJoCo: MUJOCO_GL=egl or osmesa)
     num_workers: int = 0  # processes that step the environments; 0: one for each core
-    compile: bool = False  # compile the update, and the policy step where that helps (needs a C++ compiler, a minute)
+    compile: bool = False  # compile minibatch_gradient, and the policy step where that helps (needs a C++ compiler)
     checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at start and end and when stopped
     resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
     run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
@@ -91,7 +91,7 @@ class Args:
     # The environment
     env_id: str = "HalfCheetah-v5"  # id of a Gymnasium environment, or module:id
     num_envs: int = 8  # environments stepped side by side
-    total_timesteps: int = 1_000_000  # environment steps in all, summed over environments
+    total_timesteps: int = 1_000_000  # environment steps of all environments, also those before a --resume
 
     # PPO (Schulman et al. 2017)
     num_steps: int = 256  # steps of each environment in an iteration
@@ -212,7 +212,7 @@ def mlp(input_dim, output_dim, output_std):
 
 
 class Agent(nn.Module):
-    """Policy and value networks, with the observation statistics that they were trained with.
+    """Policy and value networks, and the statistics of the observations of all rollouts so far.
 
     `policy` and `value` take observations that `obs_norm` has normalised, `act` takes them from the environment.
     """
@@ -280,16 +280,16 @@ def discounted_returns(rewards, done, running, gamma):
     return returns
 
 
-def minibatch_gradient(agent, args, obs, actions, log_probs, values, advantages, returns):
+def minibatch_gradient(agent, args, normed_obs, actions, log_probs, values, advantages, returns):
     """Sets the gradient of one minibatch's loss, its norm clipped. -> log_ratio [minibatch], and the losses by name"""
-    policy = agent.policy(obs)
+    policy = agent.policy(normed_obs)
     log_ratio = policy.log_prob(actions) - log_probs
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
-    new_values = agent.value(obs)
+    new_values = agent.value(normed_obs)
     errors = (new_values - returns).square()
     if args.clip_vloss:
         clipped_values = values + (new_values - values).clamp(-args.clip_coef, args.clip_coef)
@@ -306,7 +306,7 @@ def minibatch_gradient(agent, args, obs, actions, log_probs, values, advantages,
 
 
 def update(agent, optimizer, gradient, args, batch):
-    """`update_epochs` passes over the batch, tensors [batch_size, ...]. -> metrics by name, means over all of it"""
+    """`update_epochs` passes over the batch, tensors [batch_size, ...]. -> metrics by name, means over the update"""
     log_ratios, losses = [], []  # of each minibatch
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)
@@ -329,7 +329,7 @@ def update(agent, optimizer, gradient, args, batch):
 
 
 def annealing(args, global_step):
-    """Factor on the learning rate: with --anneal-lr it falls linearly to 0 over the budget."""
+    """Factor on the learning rate: with --anneal-lr it falls linearly from 1 to 0 at --total-timesteps."""
     return max(0.0, 1 - global_step / args.total_timesteps) if args.anneal_lr else 1.0
 
 
@@ -343,7 +343,7 @@ def evaluate(run, agent, make, video_folder=None):
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
     make = partial(make, eval_episodes=num_episodes, video_folder=video_folder)
-    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:
+    with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:  # no iteration's seed
         obs = envs.reset()
         playing, begun, ended = np.arange(num_envs), num_envs, {}  # episodes are numbered as they begin
         while len(ended) < num_episodes:
@@ -362,15 +362,16 @@ def evaluate(run, agent, make, video_folder=None):
 
 
 def train(args: Args) -> dict:
-    """Trains, or with a budget of 0 only evaluates. -> what the run's result.json, or eval.json, holds"""
+    """Trains, or with --total-timesteps 0 only evaluates. -> what the run's result.json, or eval.json, holds"""
     check_args(args)
     make, num_envs = partial(make_env, args.env_id), args.num_envs if args.total_timesteps else 1
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
         if device.type == "cpu":
             torch.set_num_threads(1)  # layers of 64 units are too small to share: a second thread slows them down
+        torch.manual_seed(args.seed)
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
-        optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
+        optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
 
@@ -399,7 +400,7 @@ def train(args: Args) -> dict:
                 next_obs, rewards[step], terminated[step], truncated = envs.step(actions[step].cpu().numpy())
                 done[step] = np.logical_or(terminated[step], truncated)
                 followed[step] = torch.as_tensor(really_followed(next_obs, envs.final_obs, done[step]), device=device)
-                run.step(args.num_envs, envs.episodes)
+                run.count(args.num_envs, envs.episodes)
 
             # Advantages. The policy has not changed: one pass gives the log-probabilities of the whole rollout.
             update_start = time.perf_counter()
@@ -438,7 +439,7 @@ def train(args: Args) -> dict:
 #   Run                            one run: its directory, curves, checkpoints of whole iterations, and how it ends
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
-RESET, STEP, DONE, MORE = b"r", b"s", b".", b"+"  # single bytes: pickled messages cost a tenth of a step
+RESET, STEP, DONE, MORE = b"r", b"s", b".", b"+"  # to workers, and answers; pickled messages cost a tenth of a step
 
 
 def one_line(error):
@@ -460,7 +461,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, images=False, **kwargs)
             with warnings.catch_warnings(action="ignore"):  # that the folder exists
                 env = gym.wrappers.RecordVideo(env, video_folder, lambda i: i < eval_episodes, disable_logger=True)
         space = env.observation_space
-        if space.dtype == np.uint8 and sorted((0, 0, *space.shape))[-2] >= 36:
+        if space.dtype == np.uint8 and sorted((0, 0, *space.shape))[-2] >= 36:  # two sides are long: an image
             if not images:
                 raise gym.error.Error(f"{space} are images, which ppo_lstm_atari.py takes")
         elif not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
@@ -558,8 +559,8 @@ class SubprocVecEnv(AbstractContextManager):
         context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
         rows = context.RawArray("b", num_envs * row.itemsize), row
-        vars(self).update({name: np.frombuffer(*rows)[name] for name in row.names})
-        resource_tracker.ensure_running()  # now, as it unblocks signals
+        vars(self).update({name: np.frombuffer(*rows)[name] for name in row.names})  # self.obs, ..., self.truncated
+        resource_tracker.ensure_running()  # forkserver would start it, which unblocks what is blocked next
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a Ctrl-C shall not end fork server and workers
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -583,8 +584,8 @@ class SubprocVecEnv(AbstractContextManager):
 
     def step(self, actions, active=True):
         self.actions[:], self.active[:], space = actions, active, self.single_action_space
-        if isinstance(space, gym.spaces.Box):  # in its own dtype: float32(0.1) > 0.1
-            self.actions[:] = np.minimum(np.maximum(self.actions, space.low), space.high)
+        if isinstance(space, gym.spaces.Box):  # again, in its own dtype: 0.1 is more in float32 than in float64
+            np.clip(self.actions, space.low, space.high, out=self.actions)
         self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
         self._command(STEP)
         return self.obs, self.rewards, self.terminated, self.truncated
@@ -596,7 +597,7 @@ class SubprocVecEnv(AbstractContextManager):
                 os.write(connection.fileno(), command)
         for part, connection, process in self.workers:
             try:
-                answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []
+                answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
             except (EOFError, OSError):
                 process.join(1)
                 answer = f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
@@ -622,7 +623,7 @@ class SubprocVecEnv(AbstractContextManager):
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense."""
+    """Ends with one line where a value makes no sense. What is an int, or named like a rate, is 0 or more."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = {"gamma": 1, "gae_lambda": 1, "seed": 2**64 - 1}.get(name, np.inf)
@@ -659,7 +660,7 @@ def read_checkpoint(path):
     file = Path(path, "checkpoint.pt") if os.path.isdir(path) else Path(path)
     try:
         checkpoint = torch.load(file, weights_only=True, map_location="cpu")
-        return checkpoint | {"args": checkpoint["args"], "model": checkpoint["model"]}, file.parent
+        return checkpoint | {"args": checkpoint["args"], "model": checkpoint["model"]}, file.parent  # or KeyError
     except Exception:
         raise SystemExit(f"--resume {file}: {'broken' if os.path.exists(file) else 'missing; start anew'}") from None
 
@@ -674,9 +675,9 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, a copy of its last whole iteration is saved: a signal may raise wherever it lands."""
+    """One run. However it ends, but by a kill, its last whole iteration is saved: a signal may raise anywhere."""
 
-    # What a checkpoint holds besides networks, optimizers, random states and flags; here as it is at first.
+    # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
     progress |= {"wall_seconds": 0.0, "wandb_id": None}
 
@@ -700,8 +701,7 @@ class Run(AbstractContextManager):
         self.budget = self.global_step + left - left % (batch_size or 1)  # num_steps 0 (adaptive KL): whole episodes
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        torch.manual_seed(args.seed)
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # flush says it
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
@@ -773,7 +773,7 @@ class Run(AbstractContextManager):
         if terminal or not passing:
             print(f"\r\033[K{text}" if terminal else text, end="" if passing else "\n", flush=True)
 
-    def step(self, num_steps, episodes):
+    def count(self, num_steps, episodes):
         """Counts environment steps, and logs the episodes that ended in them."""
         if self.signum is not None:  # what it raised was lost, as in a destructor
             raise SystemExit(128 + self.signum)
@@ -783,7 +783,7 @@ class Run(AbstractContextManager):
             self.recent_returns = [*self.recent_returns[-99:], episodic_return]
 
     def end_iteration(self, metrics, rollout_start, update_start):
-        """Logs, ends a run that has diverged, copies the state, and saves the copy where that is due."""
+        """Logs, ends a run that diverged (parameters or a *_loss not finite), copies the state, saves it where due."""
         self.log(metrics)  # on a GPU this waits for the end of the update
         rollout, update = update_start - rollout_start, time.perf_counter() - update_start
         args, speed = self.args, (self.global_step - self.snapshot["global_step"]) / (rollout + update)
@@ -793,7 +793,7 @@ class Run(AbstractContextManager):
         if not all(tensor.isfinite().all() for tensor in state):
             self.finish([], [], "diverged")
             raise SystemExit(f"diverged at step {self.global_step}: not finite any more; try a lower --learning-rate")
-        self.writer.flush()
+        self.writer.flush()  # raises what its thread met, such as a full disk
         self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + rollout + update
         self._take_snapshot()
         last = self.global_step >= self.budget

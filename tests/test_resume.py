@@ -71,7 +71,7 @@ def copied(finished, tmp_path):
 def train_until(module, args, step, then=lambda run: None):
     """Trains until `step` environment steps are counted, and stops there with an error that nobody expects."""
     with pytest.MonkeyPatch.context() as patch:
-        count = module.Run.step
+        count = module.Run.count
 
         def count_and_stop(run, *inputs):
             count(run, *inputs)
@@ -79,7 +79,7 @@ def train_until(module, args, step, then=lambda run: None):
                 then(run)
                 raise Stop
 
-        patch.setattr(module.Run, "step", count_and_stop)
+        patch.setattr(module.Run, "count", count_and_stop)
         with pytest.raises(Stop):
             module.train(args)
 

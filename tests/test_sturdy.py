@@ -433,7 +433,7 @@ def test_signal_that_is_lost_where_it_lands_ends_the_run_at_the_next_step(tmp_pa
     with pytest.raises(SystemExit) as end, base.Run(small_args(base, tmp_path / "run")) as run:
         with suppress(SystemExit):  # as a destructor, or a library's bare `except`, may do
             os.kill(os.getpid(), signal.SIGTERM)
-        run.step(1, [])
+        run.count(1, [])
     assert end.value.code == 128 + signal.SIGTERM
 
 
@@ -542,7 +542,7 @@ def play(args):
     with base.Run(args) as run:
         run.begin(SPACES, model=model)
         while run.global_step < run.budget:
-            run.step(BATCH, [(0, 1.0, 1)])
+            run.count(BATCH, [(0, 1.0, 1)])
             model.weight.data += 1
             run.end_iteration(metrics, time.perf_counter() - 2, time.perf_counter() - 1)
         run.finish([], [])
