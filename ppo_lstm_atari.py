@@ -104,7 +104,7 @@ class Args:
     checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at start and end and when stopped
     resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
     run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
-    eval_episodes: int = 10  # greedy episodes in an evaluation, or games with sampled actions; 0: no evaluation
+    eval_episodes: int = 10  # episodes, or whole games, in an evaluation; 0: no evaluation
     eval_interval: int = 0  # iterations between evaluations; 0: only at the end
 
     # The environment
@@ -174,40 +174,44 @@ class AtariGame(gym.Wrapper):
         return obs, info
 
 
-# Their places in the observation
+# Where the velocities are in the observation
 VELOCITIES = {"CartPole-v1": [1, 3], "MountainCar-v0": [1], "Acrobot-v1": [4, 5], "Pendulum-v1": [2]}
 VELOCITIES |= {"Ant-v5": range(13, 27), "HalfCheetah-v5": range(8, 17), "Hopper-v5": range(5, 11)}
 VELOCITIES |= {"Walker2d-v5": range(8, 17)}
 
-# Smallest and largest factor on what MuJoCo's model has for each body, geom, pair of geoms, joint and actuator. A
-# servo's gain is in gainprm and biasprm.
+# Smallest and largest factor on fields of MuJoCo's model: a draw for each body, geom, pair of geoms, degree of freedom,
+# and actuator, whose force, where it is a servo, is gainprm * action + biasprm * position: one factor for both.
 RANDOMISED = {("body_mass", "body_inertia"): (0.5, 1.5), ("geom_friction",): (0.7, 1.3), ("pair_friction",): (0.7, 1.3)}
 RANDOMISED |= {("dof_damping",): (0.3, 3.0), ("actuator_gainprm", "actuator_biasprm"): (0.75, 1.5)}
 
 
 class RandomisedDynamics(gym.Wrapper):
-    """Another robot in each episode: factors uniform in their logarithm, and gravity moved by up to 0.7 m/s^2 in each
-    coordinate. The ranges are those of OpenAI's hand (arXiv:1808.00177, table 1), which also had other sizes."""
+    """Another robot in each episode: factors drawn log-uniformly, gravity moved by up to 0.7 m/s^2 in each coordinate.
+    The ranges of the factors are those of OpenAI's hand (arXiv:1808.00177, table 1), which drew masses and friction
+    uniformly, gravity from a normal distribution, and sizes too."""
 
     def __init__(self, env):
         super().__init__(env)
-        if not hasattr(getattr(env.unwrapped, "model", None), "body_mass"):
-            raise SystemExit(f"--randomise: needs a MuJoCo environment, and {env.spec.id} has no MuJoCo model")
-        self.nominal = copy.deepcopy(env.unwrapped.model)
+        model, self.generator = getattr(env.unwrapped, "model", None), np.random.default_rng()
+        if not hasattr(model, "body_mass") or 2 in model.actuator_gaintype:  # mjGAIN_MUSCLE, whose gain is a curve
+            needs = "needs a MuJoCo model as env.unwrapped.model, without muscles"
+            raise SystemExit(f"--randomise: {needs}, which {env.spec.id} has not")
+        self.nominal = {name: getattr(model, name).copy() for names in RANDOMISED for name in names}
+        self.gravity = model.opt.gravity.copy()
 
     def reset(self, *, seed=None, options=None):
         import mujoco
 
-        if seed is not None:
-            self.unwrapped.reset(seed=seed)  # its generator
-        model, generator = self.unwrapped.model, self.unwrapped.np_random
+        if seed is not None:  # not the environment's own generator: its starts and goals stay those of the nominal one
+            self.generator = np.random.default_rng([seed, 1])
+        model = self.unwrapped.model
         for names, bounds in RANDOMISED.items():
-            factors = np.exp(generator.uniform(*np.log(bounds), len(getattr(model, names[0]))))
+            factors = np.exp(self.generator.uniform(*np.log(bounds), len(self.nominal[names[0]])))
             for name in names:
-                getattr(model, name)[:] = (factors * getattr(self.nominal, name).T).T
-        model.opt.gravity[:] = self.nominal.opt.gravity + generator.uniform(-0.7, 0.7, 3)
-        mujoco.mj_setConst(model, mujoco.MjData(model))  # what follows from them
-        return self.env.reset(options=options)
+                getattr(model, name)[:] = (factors * self.nominal[name].T).T
+        model.opt.gravity[:] = self.gravity + self.generator.uniform(-0.7, 0.7, 3)
+        mujoco.mj_setConst(model, mujoco.MjData(model))  # total masses, inverse weights: what MuJoCo derives from these
+        return self.env.reset(seed=seed, options=options)
 
 
 def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False, randomise=False):
@@ -240,14 +244,14 @@ def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False, ra
             raise SystemExit(f"--mask-velocity: knows the velocities of {', '.join(VELOCITIES)}, not of {env_id}")
         mask = ~np.isin(np.arange(env.observation_space.shape[0]), VELOCITIES[env_id])
         env = gym.wrappers.TransformObservation(env, lambda obs: obs * mask, env.observation_space)
-    space = env.action_space
+    space = env.action_space  # what the distributions can draw, and below what the networks can read
     box = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
-    several = isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1
-    if not (box or several or isinstance(space, gym.spaces.Discrete)):
+    choices = isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1
+    if not (box or choices or isinstance(space, gym.spaces.Discrete)):
         needs = "it must be Discrete, MultiDiscrete or a flat Box of floats"
         raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
     shape = env.observation_space.shape
-    if len(shape) > 3 or (len(shape) == 3 and shape[1] < min(shape[0], shape[2])):
+    if len(shape) > 3 or (len(shape) == 3 and shape[1] < min(shape[0], shape[2])):  # the shortest axis is channels
         needs = "an image is [height, width], with channels first, last or not at all"
         raise SystemExit(f"--env-id {env_id}: its observation space is {env.observation_space}; {needs}")
     return env
@@ -397,8 +401,10 @@ class Agent(nn.Module):
             raise SystemExit("--norm-obs: only for vector observations; images are divided by 255")
         self.obs_norm = RunningNorm(self.shape) if args.norm_obs else nn.Identity()
         num_features = 512 if self.pixels else 64
-        size = self.images(torch.empty(self.shape)).shape if self.pixels else self.shape
-        self.encoder = nature_cnn(*size, num_features) if self.pixels else mlp(*size, num_features, 2**0.5)
+        if self.pixels:
+            self.encoder = nature_cnn(*self.images(torch.empty(self.shape)).shape, num_features)
+        else:
+            self.encoder = mlp(*self.shape, num_features, 2**0.5)
         self.rnn = (nn.LSTM if args.rnn == "lstm" else nn.GRU)(num_features, 128)
         for name, parameter in self.rnn.named_parameters():
             nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
@@ -408,8 +414,9 @@ class Agent(nn.Module):
             self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
             self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
         else:
-            self.sizes = np.atleast_1d(getattr(action_space, "nvec", getattr(action_space, "n", 0))).tolist()
-            self.register_buffer("start", torch.as_tensor(action_space.start), persistent=False)
+            discrete = isinstance(action_space, gym.spaces.Discrete)
+            self.sizes = [int(action_space.n)] if discrete else action_space.nvec.tolist()
+            self.register_buffer("start", torch.as_tensor(action_space.start), persistent=False)  # as the space has it
         self.actor = layer_init(nn.Linear(128, action_space.shape[0] if self.box else sum(self.sizes)), 0.01)
         self.critic = layer_init(nn.Linear(128, 1), 1.0)
 
@@ -421,7 +428,7 @@ class Agent(nn.Module):
         """[..., H, W], [..., H, W, channels] or [..., channels, H, W] -> [..., channels, H, W]"""
         if len(self.shape) == 2:
             return obs.unsqueeze(-3)
-        return obs.movedim(-1, -3) if self.shape[-1] < self.shape[0] else obs
+        return obs.movedim(-1, -3) if self.shape[-1] < self.shape[0] else obs  # the shorter one is channels
 
     def encode(self, obs):
         """[..., *the shape of an observation] -> [..., num_features]"""
@@ -451,7 +458,7 @@ class Agent(nn.Module):
         outputs = self.actor(outputs)
         if self.box:
             return Gaussian(outputs, self.log_std)
-        return Categorical(outputs) if len(self.sizes) == 1 else Categoricals(outputs, self.sizes)
+        return Categoricals(outputs, self.sizes) if self.start.ndim else Categorical(outputs)
 
     def to_env(self, actions):
         """What the environment gets: the actions counted from the space's start, or clipped to its bounds."""
@@ -563,7 +570,7 @@ def evaluate(run, agent, make, video_folder=None, name="eval"):
         return [], []
     if args.randomise and name == "eval":
         evaluate(run, agent, partial(make, randomise=False), name="eval_nominal")
-    label = "evaluation" if name == "eval" else "evaluation of the nominal dynamics"
+    label = {"eval": "evaluation", "eval_nominal": "evaluation of the nominal dynamics"}[name]
     num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
     make = partial(make, eval_episodes=num_episodes, video_folder=video_folder)
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:  # no iteration's seed
@@ -647,11 +654,12 @@ def train(args: Args) -> dict:
                 env_actions = agent.to_env(actions[step]).cpu().numpy()
                 next_obs, rewards[step], terminated[step], truncated = envs.step(env_actions)
                 next_first = done[step] = np.logical_or(terminated[step], truncated)
-                # What really followed is an episode's last observation where it ended. T puts the environments last.
+                # What really followed is an episode's last observation where it ended. T: environments last, like done.
                 followed[step] = torch.as_tensor(np.where(done[step], envs.final_obs.T, next_obs.T).T, device=device)
                 run.count(args.num_envs, envs.episodes)
 
-            # Advantages. The next row has V of what followed, but not where an episode or the rollout ends.
+            # Advantages. The next row has V of what followed, but not where an episode or the rollout ends. No such
+            # observation is a `first` one: ~ends[ends] is False throughout.
             update_start = time.perf_counter()
             torch.set_num_threads(update_threads)
             rewards, terminated, done = (torch.as_tensor(x, device=device) for x in (rewards, terminated, done))

@@ -16,6 +16,7 @@ VECTORS = gym.spaces.Box(-np.inf, np.inf, (3,))
 ACTIONS = gym.spaces.Discrete(4)
 BOX = gym.spaces.Box(np.float32([-1, -2]), np.float32([1, 0.5]))
 SEVERAL = gym.spaces.MultiDiscrete([3, 2], start=[-1, 5])
+ONE = gym.spaces.MultiDiscrete([5])
 
 cells = pytest.mark.parametrize("rnn", ["lstm", "gru"])
 spaces = pytest.mark.parametrize("space", [VECTORS, FRAMES], ids=["vectors", "frames"])
@@ -44,13 +45,14 @@ class Any(gym.Env):
         return self.look(), 1.0, self.time == 10, False, {}
 
 
-def register(name, space, actions):
-    gym.register(f"{name}-v0", "test_lstm:Any", kwargs={"space": space, "actions": actions})
+def register(name, space, actions, **limit):
+    gym.register(f"{name}-v0", "test_lstm:Any", kwargs={"space": space, "actions": actions}, **limit)
 
 
-for name, actions in ("Discrete", ACTIONS), ("Box", BOX), ("Several", SEVERAL):
+for name, actions in ("Discrete", ACTIONS), ("Box", BOX), ("Several", SEVERAL), ("One", ONE):
     register(f"Vectors{name}", VECTORS, actions)
 register("Picture", gym.spaces.Box(0, 255, (40, 48, 3), np.uint8), BOX)
+register("ShortPicture", gym.spaces.Box(0, 255, (40, 48, 3), np.uint8), ACTIONS, max_episode_steps=7)
 register("Film", gym.spaces.Box(0, 255, (40, 3, 48), np.uint8), BOX)
 register("Films", gym.spaces.Box(0, 255, (2, 40, 48, 3), np.uint8), BOX)
 register("Binary", VECTORS, gym.spaces.MultiBinary(3))
@@ -341,7 +343,7 @@ def test_images_reach_the_cnn_with_their_channels_first(shape, size):
 # Training
 
 
-@pytest.mark.parametrize("name", ["VectorsDiscrete", "VectorsBox", "VectorsSeveral", "Picture"])
+@pytest.mark.parametrize("name", ["VectorsBox", "VectorsSeveral", "VectorsOne", "Picture"])
 def test_all_it_takes_is_trained_evaluated_and_resumed(name, tmp_path):
     sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "num_workers": 1, "eval_episodes": 2, "cuda": False}
     args = ppo.Args(env_id=f"test_lstm:{name}-v0", total_timesteps=128, run_dir=str(tmp_path / "run"), **sizes)
@@ -371,8 +373,12 @@ def test_first_minibatch_has_ratio_one_in_training(rnn, env_id, record_ratios, m
     assert obs.shape == (4, num_steps, *((84, 84) if frames else (4 if env_id == "CartPole-v1" else 11,)))
 
 
-@cells
-def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "rnn, env_id, num_steps",
+    [("lstm", "misbehaving:DiscreteAction-v0", 48), ("gru", "misbehaving:DiscreteAction-v0", 48)]
+    + [("lstm", "test_lstm:ShortPicture-v0", 10)],
+)
+def test_values_of_what_followed_have_the_state_of_their_moment(rnn, env_id, num_steps, monkeypatch, tmp_path):
     """The values of two iterations, time limits and last steps included, against the step-by-step reference."""
     seen, checked = [], []
     envs_step, envs_reset, begin, gae = ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.reset, ppo.Run.begin, ppo.compute_gae
@@ -404,7 +410,7 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
             ended = ended_well | cut
             for x, y in ((rewards, paid), (terminated, ended_well), (done, ended)):
                 assert torch.equal(x[t], y.float())
-            followed = torch.where(ended[:, None], final_obs, obs)
+            followed = torch.where(ended.view(4, *[1] * (obs.ndim - 1)), final_obs, obs)
             expected = value(followed, live["state"])[0]
             torch.testing.assert_close(next_values[t][~ended_well], expected[~ended_well], atol=1e-5, rtol=0)
             checked.append((cut & ~ended_well).sum())
@@ -425,12 +431,12 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, monkeypatch
     monkeypatch.setattr(ppo, "compute_gae", spy_gae)
     monkeypatch.setattr(ppo, "update", spy_update)
     args = ppo.Args(
-        env_id="misbehaving:DiscreteAction-v0", total_timesteps=2 * 4 * 48, num_envs=4, num_steps=48, update_epochs=1,
+        env_id=env_id, total_timesteps=2 * 4 * num_steps, num_envs=4, num_steps=num_steps, update_epochs=1,
         num_minibatches=1, num_workers=1, eval_episodes=0, cuda=False, rnn=rnn, learning_rate=1e-2,
         run_dir=str(tmp_path / "run"),
     )  # fmt: skip
     ppo.train(args)
-    assert len(checked) == 96 and sum(checked) >= 4
+    assert len(checked) == 2 * num_steps and sum(checked) >= 4
 
 
 @pytest.mark.slow
@@ -802,10 +808,12 @@ def test_randomised_dynamics_are_in_range_drawn_at_each_reset_and_seeded(env_id)
         np.testing.assert_allclose(factors["body_inertia"][1:], np.repeat(mass[1:, None], 3, 1))
         model = env.unwrapped.model
         np.testing.assert_allclose(model.body_subtreemass[0], model.body_mass.sum())  # what follows from it
-        damped = env.nominal.dof_damping > 0  # not the joints of the trunk
+        damped = env.nominal["dof_damping"] > 0  # not the joints of the trunk
         drawn.append([*mass[1:], *factors["dof_damping"][damped], *gravity])
         env.step(env.action_space.high), other.step(env.action_space.high)
     assert (np.std(drawn, 0) > 0.1).all()
+    starts = [ppo.make_env(env_id, randomise=x).reset(seed=5)[0][:5] for x in (False, True)]
+    assert (starts[0] == starts[1]).all()
     env.reset(seed=6)
     assert not np.allclose([*values(env)[0]["body_mass"][1:]], drawn[0][: env.unwrapped.model.nbody - 1])
     plain = ppo.make_env(env_id)
@@ -813,10 +821,17 @@ def test_randomised_dynamics_are_in_range_drawn_at_each_reset_and_seeded(env_id)
     assert all((x == 1).all() for x in values(plain)[0].values()) and (values(plain)[1] == 0).all()
 
 
+def test_muscles_whose_gain_is_a_curve_are_refused():
+    env = gym.make("Hopper-v5")
+    env.unwrapped.model.actuator_gaintype[1] = 2
+    message = fails(ppo.RandomisedDynamics, env)
+    assert "--randomise" in message and "muscles" in message and "Hopper-v5" in message
+
+
 def test_a_servos_gain_is_scaled_as_a_whole():
     """A position servo's force is gain * action + bias * position: one factor for both, or its target moves."""
     env = ppo.make_env("Hopper-v5", randomise=True)
-    env.nominal.actuator_gainprm[:, 0], env.nominal.actuator_biasprm[:, 1] = 5.0, -5.0
+    env.nominal["actuator_gainprm"][:, 0], env.nominal["actuator_biasprm"][:, 1] = 5.0, -5.0
     env.reset(seed=1)
     model = env.unwrapped.model
     assert (model.actuator_gainprm[:, 0] == -model.actuator_biasprm[:, 1]).all()

@@ -34,7 +34,7 @@ LONGEST = {
     "ppo_comb_dist.py": 849,
     "ppo_value_first.py": 912,
     "ppo_kl_adaptive.py": 1022,
-    "ppo_lstm_atari.py": 1104,
+    "ppo_lstm_atari.py": 1112,
     "ppo_interleaved_gru_beta.py": 1009,
 }
 LONGEST_PLUMBING = 418
