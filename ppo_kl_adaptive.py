@@ -848,8 +848,8 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, but by a kill, its last whole iteration is saved: a signal may raise anywhere. It writes
-    checkpoint.pt (also at its start), args.json, curves, result.json or, if it only evaluates, eval.json, and videos/."""
+    """One run. However it ends, but by a kill, its last whole iteration is saved: a signal may raise anywhere. Writes
+    checkpoint.pt (first at its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
