@@ -21,7 +21,7 @@ With h the distance of two teeth, and a, b the densities at both ends of the pie
     -entropy = sum of mass * (ln a + ln b + d coth d - 1) / 2,  d = ln b - ln a
 
 Action bounds must be finite. All else is as in ppo_mlp_gaussian.py: time limits bootstrap; statistics change after each
-update alone, so the first iteration has none; advantages are normalised in each minibatch; log pi_old is
+update alone, so the first iteration has 0 and 1; advantages are normalised in each minibatch; log pi_old is
 computed in one pass after the rollout; a resume begins new episodes.
 
 Source:  "Advancements in PPO" (George Ogden), fourth experiment. Its code (comb_utils.py, George-Ogden/ppo-experiments)
