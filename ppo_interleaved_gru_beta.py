@@ -37,7 +37,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     batches        are small, with two passes at a learning rate of 1e-3, as Sample Factory's for MuJoCo.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
     all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after each update alone (the
-                   first iteration has none), advantages are normalised in each minibatch, episodes go on from batch
+                   first iteration has 0, 1), advantages are normalised in each minibatch, episodes go on from batch
                    to batch, a resume begins new ones.
 
 Result:  greedy, 3 seeds. h1hand-walk-v0, 10 M steps, --vf-coef 0.3: 917, 927, 934 (FastTD3: 928; DreamerV3, in

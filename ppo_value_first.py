@@ -32,7 +32,7 @@ Else as the base, ppo_mlp_gaussian.py, but
                   as in the base). So a network takes the same steps in every order, as many and clipped alike.
     --target-kl   ends only phases that train the policy.
 
-So time limits bootstrap; statistics, where asked for, change after each update alone, so the first iteration has 0 and 1;
+So time limits bootstrap; statistics, where asked for, change after an update only, so the first iteration has 0 and 1;
 advantages are normalised in each minibatch; log pi_old is computed after the rollout; a resume begins new episodes.
 
 Source: George Ogden, "Advancements in PPO". Its text is value-first. Its code is --order phases --shared-update, as it
