@@ -51,12 +51,12 @@ sweep() {
 }
 
 # The suites: the runs behind the tables of docs/.
-suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent interleaved interleaved-ablations"
+suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent recurrent-memory recurrent-hand interleaved interleaved-ablations"
 suite() {
   case $1 in
     base)
-      sweep "${here}ppo_mlp_gaussian.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3
-      sweep "${here}ppo_mlp_gaussian.py" HalfCheetah-v5 3 --exp-name ppo_mlp_gaussian_tuned --compile \
+      sweep "${here}ppo_mlp_gaussian.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 10 --compile
+      sweep "${here}ppo_mlp_gaussian.py" HalfCheetah-v5 10 --exp-name ppo_mlp_gaussian_tuned --compile \
         --gamma 0.98 --gae-lambda 0.92 --fixed-std 0.15 --no-clip-vloss
       ;;
     base-report) # the course report's tasks
@@ -72,7 +72,7 @@ suite() {
       local walkers="HalfCheetah-v5 Hopper-v5 Walker2d-v5"
       sweep "${here}ppo_comb_dist.py" "$walkers" 3 --compile
       sweep "${here}ppo_comb_dist.py" "$walkers" 3 --compile --density as-coded
-      sweep "${here}ppo_mlp_gaussian.py" "$walkers" 3
+      sweep "${here}ppo_mlp_gaussian.py" "$walkers" 10 --compile
       ;;
     value-first)
       local order mujoco=(--total-timesteps 1000000 --num-envs 8 --num-steps 256 --num-minibatches 32
@@ -130,6 +130,27 @@ suite() {
           --total-timesteps 1000000 --eval-episodes 30
         sweep "${here}ppo_lstm_atari.py" CartPole-v1 10 --rnn "$cell" "${masked[@]}"
       done
+      ;;
+    recurrent-memory) # hidden velocities: both cells, a memory that forgets, and the base with and without velocities
+      local recurrent=${here}ppo_lstm_atari.py novel=results.memory_tasks: setting=(--num-envs 16 --num-minibatches 16
+        --update-epochs 10 --clip-coef 0.2 --ent-coef 0 --norm-obs --norm-reward --mask-velocity)
+      local pendulum=("${setting[@]}" --total-timesteps 100000 --num-steps 256 --learning-rate 1e-3 --gamma 0.9
+        --no-clip-vloss --eval-episodes 100)
+      sweep "$recurrent" Pendulum-v1 5 "${pendulum[@]}"
+      sweep "$recurrent" Pendulum-v1 5 "${pendulum[@]}" --rnn gru
+      sweep "${here}results/memory_tasks.py" Pendulum-v1 5 "${pendulum[@]}" --exp-name forgetful
+      sweep "$recurrent" "Hopper-v5 Ant-v5" 3 "${setting[@]}" --total-timesteps 1000000 --learning-rate 3e-4
+      sweep "${here}ppo_mlp_gaussian.py" "Hopper-v5 Ant-v5 ${novel}Hopper-NoVel-v5 ${novel}Ant-NoVel-v5" 3 --compile
+      ;;
+    recurrent-hand) # Gymnasium-Robotics' Shadow hand: does a memory help, and does it adapt to other dynamics?
+      local task=gymnasium_robotics:HandReachDense-v3 setting=(--total-timesteps 500000 --num-envs 16 --num-steps 128
+        --num-minibatches 16 --update-epochs 10 --learning-rate 3e-4 --gamma 0.95 --clip-coef 0.2 --ent-coef 0
+        --norm-obs --norm-reward --eval-episodes 100)
+      sweep "${here}ppo_lstm_atari.py" "$task" 3 "${setting[@]}"
+      sweep "${here}ppo_lstm_atari.py" "$task" 3 "${setting[@]}" --randomise
+      sweep "${here}results/memory_tasks.py" "$task" 3 "${setting[@]}" --exp-name forgetful
+      sweep "${here}results/memory_tasks.py" "$task" 3 "${setting[@]}" --exp-name forgetful --randomise
+      sweep "${here}ppo_mlp_gaussian.py" "$task" 3 "${setting[@]}"
       ;;
     interleaved)
       local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py value

@@ -70,6 +70,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
+from itertools import product
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -529,10 +530,17 @@ def train(args: Args) -> dict:
         gradient = compile_function(minibatch_gradient, device) if args.compile else minibatch_gradient
         read = compile_function(agent.read, device) if args.compile and device.type == "cuda" else agent.read
 
-        obs, followed = torch.zeros((2, args.num_steps, *envs.obs.shape), device=device)  # [..., num_envs, obs_dim]
+        # All [num_steps, num_envs, ...]. The last windows go on in the next rollout, raw: the statistics will change.
+        states, past, num_before = (torch.stack([x] * args.num_steps) for x in agent.empty_windows(args.num_envs))
+        normed, actions = torch.zeros_like(states), torch.zeros_like(past[:, :, 0])
+        obs, followed = torch.zeros((2, args.num_steps, *envs.obs.shape), device=device)
+        log_probs, values = torch.zeros((2, *num_before.shape), device=device)
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
-        windows = agent.empty_windows(args.num_envs)
-        next_obs, first = envs.reset(), np.ones(args.num_envs, bool)  # first: which of them begin an episode
+        first = np.ones(args.num_envs, bool)  # which environments begin an episode
+        envs.reset()
+        # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
+        # 2020). On 2 cores that takes 8% off an iteration on h1hand-walk-v0, 4% on Humanoid-v5. Workers have some of both.
+        halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:
             optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
@@ -540,20 +548,26 @@ def train(args: Args) -> dict:
             # Collect. The policy and the observation statistics stay as they are in the meantime.
             rollout_start = time.perf_counter()
             rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
-            steps = []  # of each the window, its states normalised, action, log-probability and value
-            for step in range(args.num_steps):
-                obs[step] = torch.as_tensor(next_obs, device=device)
-                states, past, num_before = windows = slide(*windows, obs[step], first)
-                with torch.no_grad():
-                    states = agent.obs_norm(states)  # `windows` keeps them raw: the statistics will change
-                    output, _, current = read(states, past, num_before)
-                    policy, values = agent.policy(output), agent.value(output, current)
-                    actions = past[torch.arange(args.num_envs), num_before] = policy.sample()
-                    steps.append((states, past, num_before, actions, policy.log_prob(actions), values))
-                next_obs, rewards[step], terminated[step], truncated = envs.step(actions.cpu().numpy())
-                first = done[step] = np.logical_or(terminated[step], truncated)
-                followed[step] = torch.as_tensor(np.where(first[:, None], envs.final_obs, next_obs), device=device)
-                run.count(args.num_envs, envs.episodes)
+            for step, rows in product(range(args.num_steps + 1), halves):
+                now, before = (step, rows), (step - 1, rows)
+                if step > 0:  # what followed the half's last actions; the other half still steps
+                    next_obs, rewards[before], terminated[before], truncated = (x[rows] for x in envs.receive())
+                    first[rows] = done[before] = np.logical_or(terminated[before], truncated)
+                    next_obs = np.where(first[rows, None], envs.final_obs[rows], next_obs)
+                    followed[before] = torch.as_tensor(next_obs, device=device)
+                    run.count(len(next_obs), envs.episodes)
+                if step < args.num_steps:
+                    obs[now] = torch.as_tensor(envs.obs[rows], device=device)
+                    window = slide(states[before], past[before], num_before[before], obs[now], first[rows])
+                    states[now], past[now], num_before[now] = window
+                    with torch.no_grad():
+                        normed[now] = agent.obs_norm(states[now])
+                        output, _, current = read(normed[now], past[now], num_before[now])
+                        policy, values[now] = agent.policy(output), agent.value(output, current)
+                        actions[now] = policy.sample()
+                        log_probs[now] = policy.log_prob(actions[now])
+                    past[now][torch.arange(len(output)), num_before[now]] = actions[now]
+                    envs.send(actions[now].cpu().numpy(), rows=rows)
 
             # Advantages. V of what followed is the next step's; at episode ends and the last step it is computed here.
             update_start = time.perf_counter()
@@ -561,19 +575,18 @@ def train(args: Args) -> dict:
             rewards, terminated, done = (torch.as_tensor(x, device=device) for x in (rewards, terminated, done))
             rewards = args.reward_scale * rewards
             scaled = (rewards / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10) if args.norm_reward else rewards
-            states, past, num_before, actions, log_probs, values = (torch.stack(x) for x in zip(*steps))
             with torch.no_grad():
                 next_values = values.roll(-1, 0)
                 ends = done.bool()
                 ends[-1] = True
-                ending = (x[ends] for x in (states, past, num_before))  # windows [B, ...]; `past` has a_t already
+                ending = (x[ends] for x in (normed, past, num_before))  # windows [B, ...]; `past` has a_t already
                 output, _, current = agent.read(*slide(*ending, agent.obs_norm(followed[ends]), first=False))
                 next_values[ends] = agent.value(output, current)
                 advantages = compute_gae(scaled, values, next_values, terminated, done, args.gamma, args.gae_lambda)
                 returns = advantages + values
 
             # Update, then let the statistics see the rollout.
-            batch = states, past, num_before, actions, log_probs, advantages, returns  # [num_steps, num_envs, ...]
+            batch = normed, past, num_before, actions, log_probs, advantages, returns  # [num_steps, num_envs, ...]
             metrics = update(agent, optimizer, gradient, args, [x.flatten(0, 1) for x in batch])
             if args.norm_obs:
                 agent.obs_norm.update(obs)
@@ -669,7 +682,7 @@ def worker(connection, make_env, seeds, first, rows):
             episodes = []
             for i, env in enumerate(envs):
                 begin = command == RESET
-                if command == STEP and view.active[i]:
+                if command in (STEP, b"%d" % ((first + i) % 2)) and view.active[i]:
                     obs, reward, terminated, truncated, _ = env.step(view.actions[i].copy())
                     view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
                     returns[i], steps[i] = returns[i] + put(view.rewards, i, reward, "a reward").item(), steps[i] + 1
@@ -702,7 +715,8 @@ class SubprocVecEnv(AbstractContextManager):
     episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old one's last,
     `episodes` (environment, return, length). Environments rest where `active` is false. `seed`, one int or several,
     fixes all that happens, whatever the number of workers, but for environments that draw from a global generator in
-    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why."""
+    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why. `step` is `send` and
+    `receive`; those of `rows` [0::2] and [1::2] may take turns, first in, first out, and only they count then."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -740,21 +754,26 @@ class SubprocVecEnv(AbstractContextManager):
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
         self._command(RESET)
-        return self.obs
+        return self.receive()[0]
 
     def step(self, actions, active=True):
-        self.actions[:], self.active[:], space = actions, active, self.single_action_space
+        self.send(actions, active)
+        return self.receive()
+
+    def send(self, actions, active=True, rows=slice(None)):
+        self.actions[rows], self.active[rows], space = actions, active, self.single_action_space
         if isinstance(space, gym.spaces.Box):  # again, in its own dtype: 0.1 is more in float32 than in float64
-            np.clip(self.actions, space.low, space.high, out=self.actions)
-        self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
-        self._command(STEP)
-        return self.obs, self.rewards, self.terminated, self.truncated
+            np.clip(self.actions[rows], space.low, space.high, out=self.actions[rows])
+        self.rewards[rows] = self.terminated[rows] = self.truncated[rows] = 0  # of those that rest
+        self._command(STEP if rows.start is None else b"%d" % rows.start)
 
     def _command(self, command):
-        self.episodes = []
         for _, connection, _ in self.workers:
-            with suppress(OSError):  # of a worker that died: noticed below
+            with suppress(OSError):  # of a worker that died: noticed when it shall answer
                 os.write(connection.fileno(), command)
+
+    def receive(self):
+        self.episodes = []
         for part, connection, process in self.workers:
             try:
                 answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
@@ -767,6 +786,7 @@ class SubprocVecEnv(AbstractContextManager):
         for name, array in ("an observation", self.obs), ("an observation", self.final_obs), ("a reward", self.rewards):
             if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array))).size:
                 raise SystemExit(f"environment {wrong[0, 0]} returned {name} that is not finite in {array.dtype}")
+        return self.obs, self.rewards, self.terminated, self.truncated
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""

@@ -73,6 +73,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -636,7 +637,11 @@ def train(args: Args) -> dict:
         log_probs, values = torch.zeros((2, *shape), device=device)
         states = agent.initial_state(args.num_envs).repeat(args.num_steps + 1, 1, 1)  # [t] before step t, [t + 1] after
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
-        next_obs, next_first = envs.reset(), np.ones(args.num_envs, bool)  # [num_envs, ...]; where an episode begins
+        next_first = np.ones(args.num_envs, bool)  # which environments begin an episode
+        envs.reset()
+        # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
+        # 2020). On 2 cores that takes 12% off an iteration on Breakout. Workers have some of both.
+        halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:
             optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
@@ -645,18 +650,22 @@ def train(args: Args) -> dict:
             rollout_start = time.perf_counter()
             states[0] = states[-1]
             rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
-            for step in range(args.num_steps):
-                obs[step] = torch.as_tensor(next_obs, device=device)
-                first[step] = torch.as_tensor(next_first, device=device)
-                with torch.no_grad():
-                    drawn = draw(obs[step], first[step], states[step])
-                    actions[step], log_probs[step], values[step], states[step + 1] = drawn
-                env_actions = agent.to_env(actions[step]).cpu().numpy()
-                next_obs, rewards[step], terminated[step], truncated = envs.step(env_actions)
-                next_first = done[step] = np.logical_or(terminated[step], truncated)
-                # What really followed is an episode's last observation where it ended. T: environments last, like done.
-                followed[step] = torch.as_tensor(np.where(done[step], envs.final_obs.T, next_obs.T).T, device=device)
-                run.count(args.num_envs, envs.episodes)
+            for step, rows in product(range(args.num_steps + 1), halves):
+                now, before, after = ((t, rows) for t in (step, step - 1, step + 1))
+                if step > 0:  # what followed the half's last actions; the other half still steps
+                    next_obs, rewards[before], terminated[before], truncated = (x[rows] for x in envs.receive())
+                    next_first[rows] = done[before] = np.logical_or(terminated[before], truncated)
+                    # It is an episode's last observation where one ended. T: environments last, like done.
+                    next_obs = np.where(done[before], envs.final_obs[rows].T, next_obs.T).T
+                    followed[before] = torch.as_tensor(next_obs, device=device)
+                    run.count(len(next_obs), envs.episodes)
+                if step < args.num_steps:
+                    obs[now] = torch.as_tensor(envs.obs[rows], device=device)
+                    first[now] = torch.as_tensor(next_first[rows], device=device)
+                    with torch.no_grad():
+                        drawn = draw(obs[now], first[now], states[now])
+                        actions[now], log_probs[now], values[now], states[after] = drawn
+                    envs.send(agent.to_env(actions[now]).cpu().numpy(), rows=rows)
 
             # Advantages. The next row has V of what followed, but not where an episode or the rollout ends. No such
             # observation is a `first` one: ~ends[ends] is False throughout.
@@ -771,7 +780,7 @@ def worker(connection, make_env, seeds, first, rows):
             episodes = []
             for i, env in enumerate(envs):
                 begin = command == RESET
-                if command == STEP and view.active[i]:
+                if command in (STEP, b"%d" % ((first + i) % 2)) and view.active[i]:
                     obs, reward, terminated, truncated, _ = env.step(view.actions[i].copy())
                     view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
                     returns[i], steps[i] = returns[i] + put(view.rewards, i, reward, "a reward").item(), steps[i] + 1
@@ -784,7 +793,7 @@ def worker(connection, make_env, seeds, first, rows):
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
                     env_seeds[i], returns[i], steps[i] = None, 0.0, 0
-                episodes += [(first + i, *games[i].pop(0)) for _ in games.get(i, [])[:] if command == STEP]
+                episodes += [(first + i, *games[i].pop(0)) for _ in games.get(i, [])[:] if command != RESET]
             os.write(connection.fileno(), MORE if episodes else DONE)
             if episodes:
                 connection.send(episodes)
@@ -805,7 +814,8 @@ class SubprocVecEnv(AbstractContextManager):
     episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old one's last,
     `episodes` (environment, return, length). Environments rest where `active` is false. `seed`, one int or several,
     fixes all that happens, whatever the number of workers, but for environments that draw from a global generator in
-    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why."""
+    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why. `step` is `send` and
+    `receive`; those of `rows` [0::2] and [1::2] may take turns, first in, first out, and only they count then."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -843,21 +853,26 @@ class SubprocVecEnv(AbstractContextManager):
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
         self._command(RESET)
-        return self.obs
+        return self.receive()[0]
 
     def step(self, actions, active=True):
-        self.actions[:], self.active[:], space = actions, active, self.single_action_space
+        self.send(actions, active)
+        return self.receive()
+
+    def send(self, actions, active=True, rows=slice(None)):
+        self.actions[rows], self.active[rows], space = actions, active, self.single_action_space
         if isinstance(space, gym.spaces.Box):  # again, in its own dtype: 0.1 is more in float32 than in float64
-            np.clip(self.actions, space.low, space.high, out=self.actions)
-        self.rewards[:] = self.terminated[:] = self.truncated[:] = 0  # of those that rest
-        self._command(STEP)
-        return self.obs, self.rewards, self.terminated, self.truncated
+            np.clip(self.actions[rows], space.low, space.high, out=self.actions[rows])
+        self.rewards[rows] = self.terminated[rows] = self.truncated[rows] = 0  # of those that rest
+        self._command(STEP if rows.start is None else b"%d" % rows.start)
 
     def _command(self, command):
-        self.episodes = []
         for _, connection, _ in self.workers:
-            with suppress(OSError):  # of a worker that died: noticed below
+            with suppress(OSError):  # of a worker that died: noticed when it shall answer
                 os.write(connection.fileno(), command)
+
+    def receive(self):
+        self.episodes = []
         for part, connection, process in self.workers:
             try:
                 answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
@@ -870,6 +885,7 @@ class SubprocVecEnv(AbstractContextManager):
         for name, array in ("an observation", self.obs), ("an observation", self.final_obs), ("a reward", self.rewards):
             if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array))).size:
                 raise SystemExit(f"environment {wrong[0, 0]} returned {name} that is not finite in {array.dtype}")
+        return self.obs, self.rewards, self.terminated, self.truncated
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""

@@ -11,6 +11,7 @@ TESTS = Path(__file__).resolve().parent
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import ppo_comb_dist as comb  # noqa: E402
@@ -26,6 +27,12 @@ SCRIPTS = {
 }  # fmt: skip
 NAMES = {module: name for name, module in SCRIPTS.items()}
 every = pytest.mark.parametrize("module", SCRIPTS.values(), ids=SCRIPTS)
+
+
+def scripts(*modules):
+    return pytest.mark.parametrize("module", modules, ids=[NAMES[module] for module in modules])
+
+
 BATCH = 64  # steps in an iteration of small_args
 
 
@@ -59,6 +66,32 @@ def finished(tmp_path_factory):
         return directory
 
     return finished
+
+
+def watch_steps(patch, envs_class, after):
+    """Has after(obs, rewards, terminated, truncated, final_obs, actions) called for each step of all environments,
+    where halves of them take turns; each with copies of what it was when its half had stepped."""
+    send, receive, sent, parts = envs_class.send, envs_class.receive, [], []
+
+    def spy_send(envs, actions, active=True, rows=slice(None)):
+        sent.append((rows, np.array(actions)))
+        send(envs, actions, active, rows)
+
+    def spy_receive(envs):
+        outcome = receive(envs)
+        if sent:  # else this is the answer to a reset
+            rows, actions = sent.pop(0)
+            parts.append(
+                (np.arange(envs.num_envs)[rows], *(x[rows].copy() for x in (*outcome, envs.final_obs)), actions)
+            )
+            which, *seen = (np.concatenate(x) for x in zip(*parts))
+            if len(which) == envs.num_envs:
+                parts.clear()
+                after(*(x[which.argsort()] for x in seen))
+        return outcome
+
+    patch.setattr(envs_class, "send", spy_send)
+    patch.setattr(envs_class, "receive", spy_receive)
 
 
 @pytest.fixture

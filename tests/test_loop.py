@@ -183,6 +183,21 @@ def trained_on(function, outputs, *inputs):
 # The recording
 
 
+def whole_step(parts):
+    """One step of all environments, from its parts: (rows, what was seen of them), which have stepped in turns."""
+    order = np.argsort(np.concatenate([np.arange(ENVS)[rows] for rows, _ in parts]))
+    step = SimpleNamespace(halves=len(parts))
+    for name in vars(parts[0][1]).keys() - {"draws"}:
+        setattr(step, name, np.concatenate([getattr(part, name) for _, part in parts])[order])
+    draws = zip(*(part.draws for _, part in parts), strict=True)  # a draw of all parts at a time
+    step.draws = []
+    for parameters, actions, log_probs in (zip(*draw) for draw in draws):
+        # a logarithm of standard deviations is one for all environments
+        parameters = [x[0] if x[0].ndim == 1 else torch.cat(x)[order] for x in zip(*parameters)]
+        step.draws.append((parameters, torch.cat(actions)[order], torch.cat(log_probs)[order]))
+    return step
+
+
 def unlike_at_the_start(agent):
     """Policies that are alike in every state, as at the start, would hide much."""
     generator = torch.Generator().manual_seed(0)
@@ -195,7 +210,7 @@ def record(name, flags, patch, run_dir):
     """Trains, and returns what was seen: in `rollouts` one entry for each time that steps were collected."""
     script = import_module(name)
     args = make_args(name, script, flags, run_dir=str(run_dir))
-    run = SimpleNamespace(name=name, args=args, rollouts=[], statistics=[])
+    run = SimpleNamespace(name=name, args=args, rollouts=[], statistics=[], sent=[], parts=[])
 
     def statistics():
         norms = [run.agent.obs_norm] * args.norm_obs + [run.return_norm] * args.norm_reward
@@ -215,14 +230,27 @@ def record(name, flags, patch, run_dir):
             run.begun, run.draws = True, []
         run.draws.append(([x.clone() for x in parameters], actions.clone(), log_probs.clone()))
 
+    def after_send(_, envs, actions, active=True, rows=slice(None)):
+        run.sent.append((rows, np.array(actions), np.broadcast_to(active, ENVS)[rows].copy(), run.draws))
+        run.draws = []
+
+    def after_receive(outcome, envs):
+        if run.sent:  # else this is the answer to a reset
+            rows, actions, active, draws = run.sent.pop(0)
+            obs, rewards, terminated, truncated = (x[rows].copy() for x in outcome)
+            done = terminated | truncated
+            followed = np.where(done[:, None], envs.final_obs[rows], obs)
+            part = dict(obs=run.obs[rows].copy(), first=run.first[rows].copy(), followed=followed, done=done)
+            part |= dict(rewards=rewards.astype(np.float64), terminated=terminated, sent=actions, active=active)
+            run.parts.append((rows, SimpleNamespace(**part, draws=draws)))
+            run.obs[rows], run.first[rows] = obs, done
+            if sum(len(part.done) for _, part in run.parts) == ENVS:
+                run.rollouts[-1].steps.append(whole_step(run.parts))
+                run.parts = []
+
     def after_step(outcome, envs, actions, active=True):
-        obs, rewards, terminated, truncated = outcome
-        done = terminated | truncated
-        step = dict(obs=run.obs, first=run.first, followed=np.where(done[:, None], envs.final_obs, obs), done=done)
-        step |= dict(rewards=rewards.astype(np.float64), terminated=terminated.copy(), sent=np.array(actions))
-        step |= dict(active=np.broadcast_to(active, ENVS).copy(), draws=run.draws)
-        run.rollouts[-1].steps.append(SimpleNamespace(**step))
-        run.obs, run.first, run.draws = obs.copy(), done, []
+        after_send(None, envs, actions, active)
+        after_receive(outcome, envs)
 
     def after_gae(advantages, rewards, values, next_values, terminated, done, *coefficients):
         call = dict(rewards=rewards, values=values, next_values=next_values, terminated=terminated, done=done)
@@ -232,7 +260,11 @@ def record(name, flags, patch, run_dir):
 
     watch(patch, script.Run, "begin", after_begin)
     watch(patch, script.SubprocVecEnv, "reset", after_reset)
-    watch(patch, script.SubprocVecEnv, "step", after_step)
+    if name in (FLAGSHIP, RECURRENT):  # halves of the environments take turns
+        watch(patch, script.SubprocVecEnv, "send", after_send)
+        watch(patch, script.SubprocVecEnv, "receive", after_receive)
+    else:
+        watch(patch, script.SubprocVecEnv, "step", after_step)
     watch(patch, script, "compute_gae", after_gae)
     gradient = script.minibatch_gradient
     after_minibatch = lambda *call: run.rollouts[-1].minibatches.append(trained_on(gradient, *call))  # noqa: E731
@@ -289,7 +321,7 @@ def run(request, tmp_path_factory):
         run = record(*request.param, patch, tmp_path_factory.mktemp("loop") / "run")
     run.iterations = [rollout for rollout in run.rollouts if rollout.gae]  # the post's scaler begins with another one
     for rollout in run.rollouts:
-        for key in vars(rollout.steps[0]).keys() - {"draws"}:
+        for key in vars(rollout.steps[0]).keys() - {"draws", "halves"}:
             setattr(rollout, key, np.stack([getattr(step, key) for step in rollout.steps]))  # [steps, num_envs, ...]
     expect_statistics(run)
     expect_policy_and_values(run)
@@ -310,6 +342,11 @@ def test_episodes_end_in_both_ways(run):
     assert sum(rollout.terminated.sum() for rollout in run.iterations) >= 3
     assert sum((rollout.done & ~rollout.terminated).sum() for rollout in run.iterations) >= 3
     assert any(rollout.done[-1].any() for rollout in run.iterations)
+
+
+def test_halves_take_turns_where_inference_is_dear(run):
+    halves = 2 if run.name in (FLAGSHIP, RECURRENT) else 1
+    assert {step.halves for rollout in run.rollouts for step in rollout.steps} == {halves}
 
 
 def test_actions_are_drawn_from_the_policy_at_the_normalised_observations(run):

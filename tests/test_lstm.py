@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import watch_steps
 
 import ppo_lstm_atari as ppo
 
@@ -381,13 +382,10 @@ def test_first_minibatch_has_ratio_one_in_training(rnn, env_id, record_ratios, m
 def test_values_of_what_followed_have_the_state_of_their_moment(rnn, env_id, num_steps, monkeypatch, tmp_path):
     """The values of two iterations, time limits and last steps included, against the step-by-step reference."""
     seen, checked = [], []
-    envs_step, envs_reset, begin, gae = ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.reset, ppo.Run.begin, ppo.compute_gae
-    live, update = {}, ppo.update
+    envs_reset, begin, gae, live, update = ppo.SubprocVecEnv.reset, ppo.Run.begin, ppo.compute_gae, {}, ppo.update
 
-    def step(envs, actions):
-        obs, rewards, terminated, truncated = envs_step(envs, actions)
-        seen.append([torch.tensor(x) for x in (obs, envs.final_obs, rewards, terminated, truncated)])
-        return obs, rewards, terminated, truncated
+    def after_step(obs, rewards, terminated, truncated, final_obs, _):
+        seen.append([torch.tensor(x) for x in (obs, final_obs, rewards, terminated, truncated)])
 
     def spy_begin(run, envs, **parts):
         live["agent"] = parts["model"]
@@ -425,8 +423,8 @@ def test_values_of_what_followed_have_the_state_of_their_moment(rnn, env_id, num
             assert torch.equal(x.T, live[name])
         return update(*inputs)
 
-    for name, function in {"step": step, "reset": spy_reset}.items():
-        monkeypatch.setattr(ppo.SubprocVecEnv, name, function)
+    watch_steps(monkeypatch, ppo.SubprocVecEnv, after_step)
+    monkeypatch.setattr(ppo.SubprocVecEnv, "reset", spy_reset)
     monkeypatch.setattr(ppo.Run, "begin", spy_begin)
     monkeypatch.setattr(ppo, "compute_gae", spy_gae)
     monkeypatch.setattr(ppo, "update", spy_update)

@@ -19,7 +19,7 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from conftest import BATCH, TESTS, adaptive, base, every, load, resume_args, small_args
+from conftest import BATCH, TESTS, adaptive, base, every, flagship, load, recurrent, resume_args, scripts, small_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -455,6 +455,42 @@ def test_environments_do_what_a_plain_loop_does(module, num_workers):
             ended["truncated"] += (found[3] & ~found[2]).sum()
             ended["while others rest"] += len(episodes) > 0 and not active[t].all()
     assert min(ended.values()) >= 3  # all of these happened
+
+
+@scripts(flagship, recurrent)
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_halves_that_take_turns_do_what_a_plain_loop_does(module, num_workers):
+    """Each half is sent on before the other one, which is under way, has been received."""
+    reference, actions = Reference(5, [7, 3]), np.random.default_rng(0).uniform(-1, 1, (100, 5, 2)).astype(np.float32)
+    halves, ended = (slice(0, None, 2), slice(1, None, 2)), 0
+    with module.SubprocVecEnv(make_healthy, 5, num_workers, [7, 3]) as envs:
+        np.testing.assert_array_equal(envs.reset(), reference.reset())
+        for t in range(len(actions) + 1):
+            for rows in halves:
+                if t > 0:
+                    found, episodes = envs.receive(), envs.episodes
+                    active = np.isin(np.arange(5), np.arange(5)[rows])
+                    *expected, final_obs, expected_episodes = reference.step(actions[t - 1], active)
+                    for x, y in zip(found, expected):
+                        np.testing.assert_array_equal(x[rows], y[rows])
+                    for i, o in final_obs.items():
+                        np.testing.assert_array_equal(envs.final_obs[i], o)
+                    assert episodes == expected_episodes
+                    ended += len(episodes)
+                if t < len(actions):
+                    envs.send(actions[t, rows], rows=rows)
+        *found, _, _ = *envs.step(actions[0]), None, None
+        for x, y in zip(found, reference.step(actions[0], np.ones(5, bool))):
+            np.testing.assert_array_equal(x, y)
+    assert ended >= 10
+
+
+@scripts(flagship, recurrent)
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_halves_of_one_or_three_environments_train(module, num_envs, tmp_path):
+    minibatches = 1 if module is recurrent else 2  # it takes whole environments
+    args = small_args(module, tmp_path / "run", num_envs=num_envs, num_minibatches=minibatches)
+    assert module.train(args)["global_step"] == args.total_timesteps - args.total_timesteps % (16 * num_envs)
 
 
 def test_environments_return_views_of_shared_memory_in_their_types():

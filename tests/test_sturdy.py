@@ -19,12 +19,11 @@ from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 
-import conftest
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BATCH, SCRIPTS, TESTS, every, load, resume_args, small_args
+from conftest import BATCH, SCRIPTS, TESTS, every, load, resume_args, scripts, small_args
 from misbehaving import Constant
 
 base, flagship, comb, value_first, adaptive, recurrent = SCRIPTS.values()
@@ -36,10 +35,6 @@ SIGNAL_LIMIT = 5 * BUSY  # seconds to save and leave after a signal
 ENDLESS = "--total-timesteps=64000000", "--checkpoint-interval=0"
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds orphans in /proc")
-
-
-def scripts(*modules):
-    return pytest.mark.parametrize("module", modules, ids=[conftest.NAMES[module] for module in modules])
 
 
 def text(module):

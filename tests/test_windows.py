@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import watch_steps
 
 import ppo_interleaved_gru_beta as ppo
 
@@ -223,8 +224,7 @@ def test_the_loop_acts_scores_and_bootstraps_on_what_it_saw(flags, tmp_path, mon
     args = run_args(tmp_path / "run", total_timesteps=192, **flags)
     agents, steps, rollouts, batches, obs = [], [], [], [], None
     episodes = [[] for _ in range(ENVS)]  # the current ones' (obs, action)
-    begin, reset, step = ppo.Run.begin, ppo.SubprocVecEnv.reset, ppo.SubprocVecEnv.step
-    compute_gae, update = ppo.compute_gae, ppo.update
+    begin, reset, compute_gae, update = ppo.Run.begin, ppo.SubprocVecEnv.reset, ppo.compute_gae, ppo.update
 
     def spy_begin(run, envs, **parts):
         agents.append(parts["model"])
@@ -235,19 +235,17 @@ def test_the_loop_acts_scores_and_bootstraps_on_what_it_saw(flags, tmp_path, mon
         obs = reset(envs).copy()
         return obs
 
-    def spy_step(envs, actions):
+    def after_step(next_obs, rewards, terminated, truncated, final_obs, actions):
         nonlocal obs
-        next_obs, rewards, terminated, truncated = outcome = step(envs, actions)
         done, at, after = terminated | truncated, [], []  # each environment's window, and the one that really followed
         for env in range(ENVS):
             episodes[env].append((obs[env], actions[env].copy()))
-            last = (envs.final_obs if done[env] else next_obs)[env].copy()
+            last = (final_obs if done[env] else next_obs)[env].copy()
             at.append(episodes[env][-args.window :])
             after.append([*episodes[env], (last, None)][-args.window :])
             episodes[env] = [] if done[env] else episodes[env]
         steps.append((at, after, rewards.copy(), terminated.copy(), done))
-        obs = next_obs.copy()
-        return outcome
+        obs = next_obs
 
     def spy_gae(*inputs):
         rollouts.append(([x.clone() for x in inputs[:5]], copy.deepcopy(agents[0]), steps[:]))
@@ -258,7 +256,8 @@ def test_the_loop_acts_scores_and_bootstraps_on_what_it_saw(flags, tmp_path, mon
         batches.append([x.clone().unflatten(0, (args.num_steps, ENVS)) for x in batch])
         return update(agent, optimizer, gradient, args, batch)
 
-    for owner, spy in ((ppo.Run, spy_begin), (ppo.SubprocVecEnv, spy_reset), (ppo.SubprocVecEnv, spy_step)):
+    watch_steps(monkeypatch, ppo.SubprocVecEnv, after_step)
+    for owner, spy in ((ppo.Run, spy_begin), (ppo.SubprocVecEnv, spy_reset)):
         monkeypatch.setattr(owner, spy.__name__.removeprefix("spy_"), spy)
     monkeypatch.setattr(ppo, "compute_gae", spy_gae)
     monkeypatch.setattr(ppo, "update", spy_update)
