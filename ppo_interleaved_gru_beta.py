@@ -539,7 +539,7 @@ def train(args: Args) -> dict:
         first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()
         # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
-        # 2020). On 2 cores that takes 8% off an iteration on h1hand-walk-v0, 4% on Humanoid-v5. Workers have some of both.
+        # 2020). On 2 cores an iteration takes 8% less on h1hand-walk-v0, 4% on Humanoid-v5. Workers have some of both.
         halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:

@@ -640,7 +640,7 @@ def train(args: Args) -> dict:
         next_first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()
         # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
-        # 2020). On 2 cores that takes 12% off an iteration on Breakout. Workers have some of both.
+        # 2020). On 2 cores an iteration takes 12% less on Breakout. Workers have some of both.
         halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:
