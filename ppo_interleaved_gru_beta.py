@@ -51,6 +51,7 @@ Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_in
 
 import atexit
 import copy
+import importlib
 import io
 import json
 import multiprocessing
@@ -60,8 +61,10 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -73,7 +76,7 @@ from functools import cache, partial
 from itertools import product
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 if __name__ == "__main__":  # a Ctrl-C in the seconds that the imports take ends without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -108,6 +111,7 @@ class Args:
     # The environment
     env_id: str = "Humanoid-v5"  # id of a Gymnasium environment, or module:id
     num_envs: int = 32  # environments stepped side by side
+    ray: str | None = None  # step them on every machine of a Ray cluster: auto, local, or host:port
     total_timesteps: int = 10_000_000  # environment steps of all environments, also those before a --resume
 
     # PPO (Schulman et al. 2017)
@@ -516,7 +520,8 @@ def train(args: Args) -> dict:
     check_settings(args)
     make = partial(make_env, args.env_id, pose_actions=args.pose_actions, stall_steps=args.stall_steps)
     num_envs = args.num_envs if args.total_timesteps else 1
-    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
+    vec_env = partial(RayVecEnv, args.ray) if args.ray and args.total_timesteps else SubprocVecEnv
+    with Run(args) as run, vec_env(make, num_envs, args.num_workers, run.env_seed) as envs:
         device, update_threads = run.device, torch.get_num_threads()
         torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.set_num_threads(1)  # but for the update: in the rollout a second thread is in the way of a worker
@@ -671,7 +676,7 @@ def worker(connection, make_env, seeds, first, rows):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    rows, generators = np.frombuffer(*rows)[first:], [np.random.default_rng(seed) for seed in seeds]
+    rows, generators = np.frombuffer(*rows), [np.random.default_rng(seed) for seed in seeds]
     view, returns, steps = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
@@ -718,38 +723,43 @@ class SubprocVecEnv(AbstractContextManager):
     `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why. `step` is `send` and
     `receive`; those of `rows` [0::2] and [1::2] may take turns, first in, first out, and only they count then."""
 
-    def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
+    def __init__(self, make_env, num_envs, num_workers, seed, spaces=None, first=0):
         if spaces is None:
             env = make_env()
             spaces = env.observation_space, env.action_space
             with suppress(Exception):
                 env.close()
-        self.num_envs, self.episodes, self.workers = num_envs, [], []  # of each: its environments, connection, process
-        self.single_observation_space, self.single_action_space = space, action_space = spaces
+        self.num_envs, self.first, self.episodes, self.workers = num_envs, first, [], []
+        self.spaces = self.single_observation_space, self.single_action_space = space, action_space = spaces
         obs_type = np.float32 if space.dtype.kind == "f" else space.dtype, space.shape
         fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
+        shared = multiprocessing.RawArray("b", num_envs * row.itemsize)
+        self.rows = np.frombuffer(shared, row)
+        vars(self).update({name: self.rows[name] for name in row.names})  # self.obs, ..., self.truncated
+        self._start(make_env, num_workers, seed, shared)
+
+    def _start(self, make_env, num_workers, seed, shared):
         context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
-        rows = context.RawArray("b", num_envs * row.itemsize), row
-        vars(self).update({name: np.frombuffer(*rows)[name] for name in row.names})  # self.obs, ..., self.truncated
         resource_tracker.ensure_running()  # forkserver would start it, which unblocks what is blocked next
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a Ctrl-C shall not end fork server and workers
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         atexit.register(self.close)  # or multiprocessing would wait for them for ever
-        seeds = np.array(np.random.SeedSequence(seed).spawn(num_envs))
+        seeds = np.array([np.random.SeedSequence(seed, spawn_key=(self.first + i,)) for i in range(self.num_envs)])
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         with suppress(OSError, ValueError):  # the cgroup's quota; there may be no cgroup, or "max", no quota
             quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
             cores = max(1, min(cores, quota // period))
-        for part in np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores)):
+        for part in np.array_split(np.arange(self.num_envs), min(self.num_envs, num_workers or cores)):
             connection, worker_end = context.Pipe()
-            process = context.Process(target=worker, args=(worker_end, make_env, seeds[part], int(part[0]), rows))
+            rows, first = (shared, self.rows.dtype, -1, part[0] * self.rows.itemsize), self.first + int(part[0])
+            process = context.Process(target=worker, args=(worker_end, make_env, seeds[part], first, rows))
             process.start()
             worker_end.close()
-            self.workers.append((part, connection, process))
+            self.workers.append((self.first + part, connection, process))
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
@@ -774,19 +784,24 @@ class SubprocVecEnv(AbstractContextManager):
 
     def receive(self):
         self.episodes = []
-        for part, connection, process in self.workers:
-            try:
-                answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
-            except (EOFError, OSError):
-                process.join(1)
-                answer = f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
+        for worker in self.workers:
+            answer = self._answer(*worker)
             if isinstance(answer, str):
                 raise SystemExit(answer)
             self.episodes += answer
         for name, array in ("an observation", self.obs), ("an observation", self.final_obs), ("a reward", self.rewards):
             if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array))).size:
-                raise SystemExit(f"environment {wrong[0, 0]} returned {name} that is not finite in {array.dtype}")
+                raise SystemExit(
+                    f"environment {self.first + wrong[0, 0]} returned {name} that is not finite in {array.dtype}"
+                )
         return self.obs, self.rewards, self.terminated, self.truncated
+
+    def _answer(self, part, connection, process):
+        try:
+            return connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
+        except (EOFError, OSError):
+            process.join(1)
+            return f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""
@@ -1024,6 +1039,89 @@ class Run(AbstractContextManager):
             raise SystemExit(128 + self.signum) from None
         if isinstance(error, (ImportError, OSError)) or (where and isinstance(error, SystemExit)):
             raise SystemExit(f"{error if isinstance(error, SystemExit) else one_line(error)}{where}") from None
+
+
+# A cluster: environments on other machines
+
+
+class Machine:
+    """One machine of a Ray cluster: a SubprocVecEnv from a copy of this file, which need not be there."""
+
+    def __init__(self, text, name, function, *inputs):
+        directory = tempfile.mkdtemp()
+        Path(directory, f"{name}.py").write_text(text)
+        sys.path.insert(0, directory)
+        sys.modules["__main__"] = ModuleType("__main__")  # Ray's own, which the processes would import too
+        self.script, self.function, self.inputs, self.envs = importlib.import_module(name), function, inputs, None
+
+    def step(self, command, rows, values):
+        """-> the episodes that ended and these rows after the command; or what failed, in words"""
+        try:
+            if self.envs is None:
+                function, inputs, flags = self.function
+                make_env = partial(getattr(self.script, function), *inputs, **flags)
+                self.envs = self.script.SubprocVecEnv(make_env, *self.inputs)
+            self.envs.rows[rows] = values
+            self.envs._command(command)
+            self.envs.receive()
+        except SystemExit as error:
+            return str(error), None
+        return self.envs.episodes, self.envs.rows[rows]
+
+
+class RayVecEnv(SubprocVecEnv):
+    """With all machines of a Ray cluster as its workers, and one call a machine for each step. They share the
+    environments by their numbers of cores. Environment i is the one that it is without Ray; so the run is the same."""
+
+    def __init__(self, address, *inputs):
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            import ray
+
+            if ":" in address:  # Ray itself would try for eight minutes
+                socket.create_connection(address.rsplit(":", 1), timeout=10).close()
+            ray.init(address, log_to_driver=False, logging_level="error")
+        except Exception as error:
+            raise SystemExit(f"--ray {address}: {one_line(error)}; see docs/clusters.md") from None
+        if signal.getsignal(signal.SIGTERM) is not handler:  # Ray has put one of its own in place
+            signal.signal(signal.SIGTERM, handler)
+        self.ray = ray
+        super().__init__(*inputs)
+
+    def _start(self, make_env, num_workers, seed, _):
+        self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        nodes = [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+        cores = [int(node["Resources"]["CPU"]) for node in nodes]
+        ends = [2 * round(self.num_envs / 2 * sum(cores[: i + 1]) / sum(cores)) for i in range(len(cores) - 1)]
+        script, function = Path(__file__), (make_env.func.__name__, make_env.args, make_env.keywords)
+        for node, first, end in zip(nodes, [0, *ends], [*ends, self.num_envs]):  # even, as those of halves are
+            place = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            machine = self.ray.remote(num_cpus=0, scheduling_strategy=place)(Machine)
+            inputs = end - first, num_workers or int(node["Resources"]["CPU"]), seed, self.spaces, first
+            if first < end:
+                machine = machine.remote(script.read_text(), script.stem, function, *inputs)
+                self.workers.append((slice(first, end), [], node["NodeManagerHostname"], machine))
+
+    def _command(self, command):
+        rows = slice(None) if command in (RESET, STEP) else slice(int(command), None, 2)
+        for part, calls, _, machine in self.workers:
+            calls.append((rows, machine.step.remote(command, rows, self.rows[part][rows])))
+
+    def _answer(self, part, calls, host, _):
+        rows, call = calls.pop(0)
+        try:
+            answer, values = self.ray.get(call)
+        except self.ray.exceptions.RayError as error:
+            return f"environments {part.start} to {part.stop - 1}, on {host}, are lost: {one_line(error)}"
+        if isinstance(answer, str):
+            return f"{answer} (on {host})"
+        self.rows[part][rows] = values
+        return answer
+
+    def close(self, *_):
+        self.ray.shutdown()
+
+    __exit__ = close
 
 
 if __name__ == "__main__":

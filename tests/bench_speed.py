@@ -408,11 +408,13 @@ def gpu(args):
     if not torch.cuda.is_available():
         print("## gpu\n\nThere is no GPU here.\n")
         return
-    batch_size = NUM_ENVS * args.flagship_steps
-    sizes = f"--num-envs {NUM_ENVS} --num-steps {args.flagship_steps}"
     runs = {"base, HalfCheetah-v5": ("ppo_mlp_gaussian", f"{SHARED_BATCH} --total-timesteps {2048 * 15}", 2048)}
-    total = f"--env-id Humanoid-v5 --total-timesteps {batch_size * (args.flagship_iterations + 2)}"
-    runs["flagship, Humanoid-v5"] = ("ppo_interleaved_gru_beta", f"{sizes} {total}", batch_size)
+    runs["recurrent, Breakout"] = ("ppo_lstm_atari", f"--total-timesteps {1024 * 10}", 1024)
+    for num_envs in (32, 64, 128):
+        size = num_envs * args.flagship_steps
+        flags = f"--num-envs {num_envs} --num-steps {args.flagship_steps} --env-id Humanoid-v5"
+        flags += f" --total-timesteps {size * (args.flagship_iterations + 2)}"
+        runs[f"flagship, Humanoid-v5, {num_envs} environments"] = ("ppo_interleaved_gru_beta", flags, size)
     contenders, shares = {}, {}
     for run, (script, flags, size) in runs.items():
         for name, flag in (f"{run}, eager", ""), (f"{run}, --compile", " --compile"):

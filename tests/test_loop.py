@@ -9,10 +9,12 @@ import inspect
 from importlib import import_module
 from types import SimpleNamespace
 
+import gpu_check
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import every
 
 BASE, FLAGSHIP, VALUE_FIRST = "ppo_mlp_gaussian", "ppo_interleaved_gru_beta", "ppo_value_first"
 ADAPTIVE, RECURRENT, COMB = "ppo_kl_adaptive", "ppo_lstm_atari", "ppo_comb_dist"
@@ -469,3 +471,9 @@ def test_pose_actions_of_a_stub_robot_are_radians_from_its_first_pose(control, a
     env = import_module(FLAGSHIP).make_env("Stub-v0")
     env.reset()
     close(env.step(np.zeros(3, np.float32) + np.float32(action))[-1]["got"], np.float64(got))
+
+
+@every
+def test_updates_stand_on_one_device(module, tmp_path):
+    """Nothing that an update makes is on a device of its own: the check that needs no GPU."""
+    gpu_check.check_placement(module, tmp_path / "run")

@@ -20,10 +20,10 @@ DIFFERENT = {
     ("ppo_lstm_atari.py", "evaluate"): "a recurrent state; Atari's actions are drawn",
 }
 IN_THE_PLUMBING = {
-    ("ppo_interleaved_gru_beta.py", "worker"): "halves of the environments take turns",
-    ("ppo_interleaved_gru_beta.py", "SubprocVecEnv"): "the same",
+    ("ppo_lstm_atari.py", "SubprocVecEnv"): "halves of the environments take turns",
     ("ppo_lstm_atari.py", "worker"): "the same, and games of several lives are reported whole",
-    ("ppo_lstm_atari.py", "SubprocVecEnv"): "the flagship's",
+    ("ppo_interleaved_gru_beta.py", "SubprocVecEnv"): "as there, and it may be one of several, on other machines",
+    ("ppo_interleaved_gru_beta.py", "worker"): "the same",
 }
 OTHER_DOCSTRINGS = {
     # They have effect, or another one, with a flag; an epoch is of one phase.
@@ -38,15 +38,16 @@ LONGEST = {
     "ppo_value_first.py": 913,
     "ppo_kl_adaptive.py": 1023,
     "ppo_lstm_atari.py": 1129,
-    "ppo_interleaved_gru_beta.py": 1030,
+    "ppo_interleaved_gru_beta.py": 1128,
 }
-LONGEST_PLUMBING = 424
+LONGEST_PLUMBING = 417
+LONGER_PLUMBING = {"ppo_lstm_atari.py": 422, "ppo_interleaved_gru_beta.py": 430}  # halves; and machines of a cluster
 
 
 def halves(name):
     text = (ROOT / name).read_text()
     assert text.count(PLUMBING) == 1, f"{name}: the plumbing begins once"
-    return text[: text.index(PLUMBING)], text[text.index(PLUMBING) :]
+    return text[: text.index(PLUMBING)], text[text.index(PLUMBING) :].split("# A cluster: ")[0]
 
 
 def blocks(text):
@@ -79,14 +80,19 @@ def test_blocks_of_one_name_are_the_same_text():
 
 
 def test_where_halves_take_turns_environments_are_the_same_text():
-    flagship, recurrent = (
-        blocks((ROOT / name).read_text()) for name in ("ppo_interleaved_gru_beta.py", "ppo_lstm_atari.py")
-    )
-    assert flagship["SubprocVecEnv"] == recurrent["SubprocVecEnv"]
-    games = [line for line in recurrent["worker"].splitlines() if "games" in line]
-    assert len(games) == 3
-    without = "\n".join(line for line in recurrent["worker"].splitlines() if line not in games[::2])
-    assert without.replace("begin and i not in games", "begin") == flagship["worker"]
+    """But for the games, and for the machines of a cluster: what the flagship's class says of them in a line or two."""
+    flagship, recurrent = ((ROOT / name).read_text() for name in ("ppo_interleaved_gru_beta.py", "ppo_lstm_atari.py"))
+
+    def methods(text):
+        (envs,) = (x for x in ast.parse(text).body if getattr(x, "name", "") == "SubprocVecEnv")
+        return {x.name: ast.get_source_segment(text, x) for x in envs.body if isinstance(x, ast.FunctionDef)}
+
+    ours, theirs = methods(flagship), methods(recurrent)
+    assert ours.keys() - theirs.keys() == {"_start", "_answer"}
+    assert {name for name in theirs if ours[name] != theirs[name]} == {"__init__", "receive"}
+    ours, theirs = (blocks(text)["worker"].splitlines() for text in (flagship, recurrent))
+    assert [x for x in ours if x not in theirs and "rows, generators" not in x and "if begin:" not in x] == []
+    assert [x for x in theirs if x not in ours and "games" not in x and "rows, generators" not in x] == []
 
 
 def test_every_difference_listed_is_one():
@@ -109,9 +115,9 @@ def test_the_plumbing_has_one_order_and_the_same_lines_between_its_blocks(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_short(name):
-    plumbing = len(halves(name)[1].partition('if __name__ == "__main__"')[0].splitlines())
+    plumbing = len(halves(name)[1].partition('if __name__ == "__main__"')[0].rstrip().splitlines())
     assert len((ROOT / name).read_text().splitlines()) <= LONGEST[name]
-    assert plumbing <= LONGEST_PLUMBING
+    assert plumbing <= LONGER_PLUMBING.get(name, LONGEST_PLUMBING)
 
 
 CLIPPED_POLICY = """clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
