@@ -34,6 +34,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
                    Episodes of robots that lie there and earn nothing are cut in training, as by a time limit.
+    halves         of the environments take turns: while one steps, the policy acts for the other.
     batches        are small, with two passes at a learning rate of 1e-3, as Sample Factory's for MuJoCo.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
     all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after each update alone (the

@@ -33,6 +33,7 @@ That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is cho
 
     minibatches    hold all steps of some environments, split into sequences where an episode begins. One that goes on
                    from the rollout before starts with the state that it had there.
+    halves         of the environments take turns: while one steps, the policy acts for the other.
     time limits    bootstrap: the last observation's value is the one with the recurrent state of that moment.
     log pi_old     and V_old are those of the rollout, which computes them anyway.
     statistics     are off by default, as in the source. Images are divided by 255.
