@@ -27,8 +27,8 @@ computed in one pass after the rollout; a resume begins new episodes.
 Source:  "Advancements in PPO" (George Ogden), fourth experiment. Its code (comb_utils.py, George-Ogden/ppo-experiments)
          scores the teeth's softmax p, interpolated, but draws from p_k all over piece k; so does --density as-coded.
 
-Result:  1 M steps, mean return of the last 100 episodes, 3 seeds (the base's Gaussian beside it): HalfCheetah-v5 2322
-         (2226), Hopper-v5 2114 (2851), Walker2d-v5 1688 (3308).
+Result:  1 M steps, mean return of the last 100 episodes, 3 seeds (the base's Gaussian, 10 seeds): HalfCheetah-v5 2322
+         (2300), Hopper-v5 2114 (2583), Walker2d-v5 1688 (3402).
 
 Run:     python ppo_comb_dist.py --env-id HalfCheetah-v5
 Resume:  python ppo_comb_dist.py --resume runs/HalfCheetah-v5__ppo_comb_dist__1__1700000000
