@@ -78,7 +78,7 @@ def steps(directory):
 
 
 def test_a_stopped_sweep_goes_on(tmp_path):
-    runs, flags = tmp_path / "runs", ("--total-timesteps", "6400", "--checkpoint-interval", "1")
+    runs, flags = tmp_path / "runs", ("--total-timesteps", "12800", "--checkpoint-interval", "1")
     process = sweep(runs, "Healthy", 2, *flags)
     wait_until(lambda: len(list(runs.glob("*/checkpoint.pt"))) == 2)
     os.killpg(process.pid, signal.SIGINT)
@@ -92,10 +92,10 @@ def test_a_stopped_sweep_goes_on(tmp_path):
     code, output = finish(sweep(runs, "Healthy", 2, *flags, options=["--dry-run"]))
     assert [f"--resume {run}  # stopped" in output for run in directories] == [True, True]
     code, output = finish(sweep(runs, "Healthy", 2, *flags))
-    assert code == 0 and [steps(run) for run in directories] == [6400, 6400]
+    assert code == 0 and [steps(run) for run in directories] == [12800, 12800]
     for run in directories:  # from where they stopped
         log = Path(f"{run}.log").read_text()
-        assert "stopped by SIG" in log and log.count("step 64/6400") == 1
+        assert "stopped by SIG" in log and log.count("step 64/12800") == 1
 
 
 def test_a_run_whose_end_the_shell_missed_is_counted():
@@ -325,7 +325,7 @@ def test_an_array_runs_the_list_as_it_was_submitted(tmp_path):
     script = shutil.copy(ROOT / "benchmark.sh", tmp_path)
     path = program(tmp_path / "bin" / "sbatch", f"cat > {tmp_path}/batch")
     sweep = [script, "base", "--runs", "its runs", "--launcher", "slurm"]
-    more = environment(PATH=path, PYTHON=quick_python(tmp_path), SLURM_ARRAY_TASK_ID="4", SLURM_ARRAY_JOB_ID="77")
+    more = environment(PATH=path, PYTHON=quick_python(tmp_path), SLURM_ARRAY_TASK_ID="11", SLURM_ARRAY_JOB_ID="77")
     subprocess.run(sweep, cwd=tmp_path, env=more, check=True)
     Path(script).write_text("exit 9")
     assert (tmp_path / "batch").read_text().startswith("#!")  # or sbatch refuses it
