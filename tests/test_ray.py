@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,15 +63,14 @@ def last_line(directory):
     return directory.with_suffix(".err").read_text().splitlines()[-1]
 
 
-def actors():
-    """Processes of Ray's that hold environments, and those that step them."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"ray::Machine" in file.read_bytes():
-                found.append(int(file.parent.name))
-        except OSError:
-            pass
+def actors(cluster):
+    """Processes of this cluster that hold environments."""
+    raylets, found = {x.process.pid for node in cluster.list_all_nodes() for x in node.all_processes["raylet"]}, []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent in raylets and b"ray::Machine" in (process / "cmdline").read_bytes():
+                found.append(process)
     return found
 
 
@@ -144,13 +144,13 @@ def test_signal_saves_and_leaves_no_process_on_any_machine(cluster, tmp_path, si
     run = tmp_path / "run"
     process = start(run, cluster.address)
     wait_for_iterations(run, process)
-    assert len(actors()) == 2
+    assert len(actors(cluster)) == 2
     process.send_signal(signum)
     sent = time.monotonic()
     assert process.wait(60) == 128 + signum and time.monotonic() - sent < 10
     assert f"stopped by {signum.name}" in last_line(run)
     assert load(run)["global_step"] == load(run)["iteration"] * BATCH >= 2 * BATCH
-    while actors():
+    while actors(cluster):
         assert time.monotonic() - sent < 20
         time.sleep(0.1)
 
