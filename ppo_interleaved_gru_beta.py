@@ -29,7 +29,7 @@ Source: Luo and Miao, "Improving the Representation Learning Ability of PPO Algo
 Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as follows:
 
     the mode       is an output, where the paper has alpha and beta. At the first noise, Beta(22, 22), a unit of output
-                   moves the mean by 0.3 standard deviations with alpha and beta, by 3 with the mode.
+                   moves the mean by 3 standard deviations; a unit of alpha, or of beta, by 0.15.
     the noise      is small from the start, and its c does not depend on the state.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
@@ -43,8 +43,8 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
 
 Result:  greedy, 3 seeds. h1hand-walk-v0, 10 M steps, --vf-coef 0.3: 917, 927, 934 (FastTD3: 928; DreamerV3, in
          training: 736). Humanoid-v5, 1 M: 1300, 1292, 895. h1-walk-v0, 1 M, --learning-rate 2e-3 --no-anneal-lr: 718,
-         821, 833; with --vf-coef 0.3 86, 776, 825, and of these with alpha and beta as outputs (--beta-head alpha) 68,
-         33, 32, with actions as fractions of the joints' ranges (--no-pose-actions) 45, 94, 56.
+         821, 833; with --vf-coef 0.3: 86, 776, 825; with that and alpha and beta as outputs (--beta-head alpha): 68,
+         33, 32; with that and actions as fractions of the joints' ranges (--no-pose-actions): 45, 94, 56.
 
 Run:     python ppo_interleaved_gru_beta.py --env-id h1hand-walk-v0      (or --env-id Humanoid-v5)
 Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
@@ -138,7 +138,7 @@ class Args:
     preset: str = "default"  # default or paper: sets what neither flag nor --resume does; or Args(**PRESETS["paper"])
     window: int = 8  # states that policy and value see, with the actions between them
     interleave: bool = True  # put the actions between the states; without, the window holds states only (ablation)
-    state_coef: float = 0.1  # weight of the state-prediction loss; 0: no prediction (ablation)
+    state_coef: float = 0.1  # weight of the state-prediction loss; 0: not trained on (ablation)
     reward_scale: float = 1.0  # factor on the rewards, to keep value targets under 20 (3.1); --norm-reward undoes it
     entropy_mean: bool = False  # mean of the entropy over the action dimensions instead of their sum
 
@@ -228,7 +228,7 @@ class EndStalled(gym.Wrapper):
 
 
 def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):
-    """One environment; one line if this script can't drive it."""
+    """One environment, or SystemExit with one line on why this script can't drive it."""
     if "humanoid_bench" in sys.modules or (":" not in env_id and env_id not in gym.registry):
         try:
             import_humanoid_bench()
@@ -365,7 +365,7 @@ class Agent(nn.Module):
         self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
 
     def read(self, states, actions, num_before):
-        """Windows -> the GRU's output after the current state [B, hidden_size], and after every token; that state."""
+        """Windows -> the GRU's output after the current state [B, hidden_size] and after every token; that state."""
         tokens = self.state_encoder(states)  # [B, window, hidden_size]
         last = num_before  # index of the current state's token
         if self.args.interleave:
@@ -532,20 +532,21 @@ def train(args: Args) -> dict:
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
 
-        # torch.compile leaves the GRU as it is.
+        # torch.compile leaves the GRU as it is: on a CPU `read` gains nothing.
         gradient = compile_function(minibatch_gradient, device) if args.compile else minibatch_gradient
         read = compile_function(agent.read, device) if args.compile and device.type == "cuda" else agent.read
 
-        # All [num_steps, num_envs, ...]. The last windows go on in the next rollout, raw: the statistics will change.
-        states, past, num_before = (torch.stack([x] * args.num_steps) for x in agent.empty_windows(args.num_envs))
-        normed, actions = torch.zeros_like(states), torch.zeros_like(past[:, :, 0])
+        # [num_steps, num_envs, ...], but for the current windows' states, which stay raw: the statistics will change.
+        states, *windows = agent.empty_windows(args.num_envs)
+        normed, past, num_before = (torch.stack([x] * args.num_steps) for x in (states, *windows))
+        actions = torch.zeros_like(past[:, :, 0])
         obs, followed = torch.zeros((2, args.num_steps, *envs.obs.shape), device=device)
         log_probs, values = torch.zeros((2, *num_before.shape), device=device)
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
         first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()
         # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
-        # 2020). On 2 cores an iteration takes 8% less on h1hand-walk-v0, 4% on Humanoid-v5. Workers have some of both.
+        # 2020). On 2 cores an iteration takes 8% less on h1hand-walk-v0, 4% on Humanoid-v5. A worker may have both.
         halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:
@@ -555,7 +556,7 @@ def train(args: Args) -> dict:
             rollout_start = time.perf_counter()
             rewards, terminated, done = np.zeros((3, args.num_steps, args.num_envs), np.float32)
             for step, rows in product(range(args.num_steps + 1), halves):
-                now, before = (step, rows), (step - 1, rows)
+                now, before = (step, rows), (step - 1, rows)  # step 0 only acts, the last only receives
                 if step > 0:  # what followed the half's last actions; the other half still steps
                     next_obs, rewards[before], terminated[before], truncated = (x[rows] for x in envs.receive())
                     first[rows] = done[before] = np.logical_or(terminated[before], truncated)
@@ -564,10 +565,10 @@ def train(args: Args) -> dict:
                     run.count(len(next_obs), envs.episodes)
                 if step < args.num_steps:
                     obs[now] = torch.as_tensor(envs.obs[rows], device=device)
-                    window = slide(states[before], past[before], num_before[before], obs[now], first[rows])
-                    states[now], past[now], num_before[now] = window
+                    windows = states[rows], past[before], num_before[before]  # of step 0: the last rollout's
+                    states[rows], past[now], num_before[now] = slide(*windows, obs[now], first[rows])
                     with torch.no_grad():
-                        normed[now] = agent.obs_norm(states[now])
+                        normed[now] = agent.obs_norm(states[rows])
                         output, _, current = read(normed[now], past[now], num_before[now])
                         policy, values[now] = agent.policy(output), agent.value(output, current)
                         actions[now] = policy.sample()
@@ -608,6 +609,100 @@ def train(args: Args) -> dict:
                 evaluate(run, agent, make)
 
         return run.finish(*evaluate(run, agent, make, run.video_folder))
+
+
+# A cluster: environments on other machines
+
+
+class Machine:
+    """One machine of a Ray cluster: a SubprocVecEnv, from a copy of this file that is sent along."""
+
+    def __init__(self, text, name, factory, *inputs):
+        directory = tempfile.mkdtemp()
+        Path(directory, f"{name}.py").write_text(text)
+        sys.path.insert(0, directory)
+        sys.modules["__main__"] = ModuleType("__main__")  # Ray's own, which the processes would import too
+        self.script, self.factory, self.inputs, self.envs = importlib.import_module(name), factory, inputs, None
+
+    def step(self, actions, rows, **command):
+        """-> (episodes that ended, these rows of SubprocVecEnv's arrays), or (what failed, None)"""
+        try:
+            if self.envs is None:  # not made by __init__, where SystemExit would end the actor
+                name, inputs, flags = self.factory
+                make_env = partial(getattr(self.script, name), *inputs, **flags)
+                self.envs = self.script.SubprocVecEnv(make_env, *self.inputs)
+            self.envs.send(actions, rows=rows, **command)
+            outcome = self.envs.receive()
+        except SystemExit as error:
+            return str(error), None
+        return self.envs.episodes, [x[rows] for x in (*outcome, self.envs.final_obs)]
+
+
+class RayVecEnv(AbstractContextManager):
+    """SubprocVecEnv's reset, send and receive over all machines of a Ray cluster, by one call to each. Machines have
+    environments by their numbers of cores. Environment i is what it is without Ray, and so the run is the same."""
+
+    def __init__(self, address, make_env, num_envs, num_workers, seed):
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            import ray
+
+            if ":" in address:  # Ray itself would try for eight minutes
+                socket.create_connection(address.rsplit(":", 1), timeout=10).close()
+            ray.init(address, log_to_driver=False, logging_level="error")
+        except Exception as error:
+            raise SystemExit(f"--ray {address}: {one_line(error)}; see docs/clusters.md") from None
+        if signal.getsignal(signal.SIGTERM) is not handler:  # Ray has put one of its own in place
+            signal.signal(signal.SIGTERM, handler)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.ray, self.machines, self.calls, env = ray, [], [], make_env()
+        spaces = self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
+        with suppress(Exception):
+            env.close()
+        self.obs, self.final_obs = np.zeros((2, num_envs, *spaces[0].shape), np.float32)
+        self.actions = np.zeros((num_envs, *spaces[1].shape), spaces[1].dtype)
+        self.rewards, (self.terminated, self.truncated) = np.zeros(num_envs, np.float32), np.zeros((2, num_envs), bool)
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+        if not nodes:
+            raise SystemExit(f"--ray {address}: no machine has a core; see docs/clusters.md")
+        cores = [int(node["Resources"]["CPU"]) for node in nodes]
+        ends = [2 * round(num_envs / 2 * sum(cores[: i + 1]) / sum(cores)) for i in range(len(cores) - 1)]
+        script, factory = Path(__file__), (make_env.func.__name__, make_env.args, make_env.keywords)
+        for node, first, end in zip(nodes, [0, *ends], [*ends, num_envs]):  # even: a half is every second one
+            if first < end:
+                place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                inputs = end - first, num_workers or int(node["Resources"]["CPU"]), seed, spaces, first
+                machine = ray.remote(num_cpus=0, scheduling_strategy=place)(Machine)
+                machine = machine.remote(script.read_text(), script.stem, factory, *inputs)
+                self.machines.append((slice(first, end), node["NodeManagerHostname"], machine))
+
+    def reset(self):
+        self.send(self.actions, command=RESET)
+        return self.receive()[0]
+
+    def send(self, actions, rows=slice(None), **command):
+        self.actions[rows] = actions
+        calls = [machine.step.remote(self.actions[part][rows], rows, **command) for part, _, machine in self.machines]
+        self.calls.append((rows, calls))
+
+    def receive(self):
+        self.episodes, (rows, calls) = [], self.calls.pop(0)
+        outcome = self.obs, self.rewards, self.terminated, self.truncated
+        for (part, host, _), call in zip(self.machines, calls):
+            try:
+                episodes, values = self.ray.get(call)
+            except self.ray.exceptions.RayError as error:
+                lost = f"environments {part.start} to {part.stop - 1}, on {host}, are lost"
+                raise SystemExit(f"{lost}: {one_line(error)}") from None
+            if values is None:
+                raise SystemExit(f"{episodes} (on {host}, counted from environment {part.start})")
+            self.episodes += [(part.start + i, *episode) for i, *episode in episodes]
+            for array, value in zip((*outcome, self.final_obs), values):
+                array[part][rows] = value
+        return outcome
+
+    def __exit__(self, *_):
+        self.ray.shutdown()
 
 
 # Plumbing: what carries the algorithm; the same text in every script that has it
@@ -670,14 +765,14 @@ def put(array, i, value, name):
     raise SystemExit(f"returned {name} that is no {array.dtype} of shape {array[i].shape}: {str(value.tolist())[:200]}")
 
 
-def worker(connection, make_env, seeds, first, rows):
+def worker(connection, make_env, seeds, first, memory):
     """Steps environments `first`, `first` + 1, ... at each command. Answers: the episodes that ended, or a fault."""
     for signum in SIGNALS:  # the parent decides when a run ends. Not SIG_IGN: what an environment starts inherits that
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    rows, generators = np.frombuffer(*rows), [np.random.default_rng(seed) for seed in seeds]
+    rows, generators = np.frombuffer(*memory)[first:], [np.random.default_rng(seed) for seed in seeds]
     view, returns, steps = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
@@ -715,14 +810,13 @@ def worker(connection, make_env, seeds, first, rows):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them. reset() ->
-    obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step overwrites:
-    obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32 and flags bool [num_envs]. Where an
-    episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old one's last,
-    `episodes` (environment, return, length). Environments rest where `active` is false. `seed`, one int or several,
-    fixes all that happens, whatever the number of workers, but for environments that draw from a global generator in
-    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why. `step` is `send` and
-    `receive`; those of `rows` [0::2] and [1::2] may take turns, first in, first out, and only they count then."""
+    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs; step(actions) -> (obs,
+    rewards, terminated, truncated): views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
+    space's dtype, or float32 for floats. Where an episode ends, the next begins in that step: `obs` has its first
+    observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
+    `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
+    draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why. `step` is
+    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out, each valid alone."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None, first=0):
         if spaces is None:
@@ -730,79 +824,66 @@ class SubprocVecEnv(AbstractContextManager):
             spaces = env.observation_space, env.action_space
             with suppress(Exception):
                 env.close()
-        self.num_envs, self.first, self.episodes, self.workers = num_envs, first, [], []
-        self.spaces = self.single_observation_space, self.single_action_space = space, action_space = spaces
+        self.num_envs, self.episodes, self.workers = num_envs, [], []  # of each: its environments, connection, process
+        self.single_observation_space, self.single_action_space = space, action_space = spaces
         obs_type = np.float32 if space.dtype.kind == "f" else space.dtype, space.shape
         fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
-        shared = multiprocessing.RawArray("b", num_envs * row.itemsize)
-        self.rows = np.frombuffer(shared, row)
-        vars(self).update({name: self.rows[name] for name in row.names})  # self.obs, ..., self.truncated
-        self._start(make_env, num_workers, seed, shared)
-
-    def _start(self, make_env, num_workers, seed, shared):
         context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
+        memory = context.RawArray("b", num_envs * row.itemsize), row
+        vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
         resource_tracker.ensure_running()  # forkserver would start it, which unblocks what is blocked next
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a Ctrl-C shall not end fork server and workers
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         atexit.register(self.close)  # or multiprocessing would wait for them for ever
-        seeds = np.array([np.random.SeedSequence(seed, spawn_key=(self.first + i,)) for i in range(self.num_envs)])
+        seeds = np.array(np.random.SeedSequence(seed, n_children_spawned=first).spawn(num_envs))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         with suppress(OSError, ValueError):  # the cgroup's quota; there may be no cgroup, or "max", no quota
             quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
             cores = max(1, min(cores, quota // period))
-        for part in np.array_split(np.arange(self.num_envs), min(self.num_envs, num_workers or cores)):
+        for part in np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores)):
             connection, worker_end = context.Pipe()
-            rows, first = (shared, self.rows.dtype, -1, part[0] * self.rows.itemsize), self.first + int(part[0])
-            process = context.Process(target=worker, args=(worker_end, make_env, seeds[part], first, rows))
+            process = context.Process(target=worker, args=(worker_end, make_env, seeds[part], int(part[0]), memory))
             process.start()
             worker_end.close()
-            self.workers.append((self.first + part, connection, process))
+            self.workers.append((part, connection, process))
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
-        self._command(RESET)
+        self.send(self.actions, command=RESET)
         return self.receive()[0]
 
     def step(self, actions, active=True):
         self.send(actions, active)
         return self.receive()
 
-    def send(self, actions, active=True, rows=slice(None)):
+    def send(self, actions, active=True, rows=slice(None), command=STEP):
         self.actions[rows], self.active[rows], space = actions, active, self.single_action_space
-        if isinstance(space, gym.spaces.Box):  # again, in its own dtype: 0.1 is more in float32 than in float64
+        if isinstance(space, gym.spaces.Box):  # in its own dtype: 0.1 is more in float32 than in float64
             np.clip(self.actions[rows], space.low, space.high, out=self.actions[rows])
         self.rewards[rows] = self.terminated[rows] = self.truncated[rows] = 0  # of those that rest
-        self._command(STEP if rows.start is None else b"%d" % rows.start)
-
-    def _command(self, command):
         for _, connection, _ in self.workers:
             with suppress(OSError):  # of a worker that died: noticed when it shall answer
-                os.write(connection.fileno(), command)
+                os.write(connection.fileno(), command if rows.start is None else b"%d" % rows.start)  # b"1"
 
     def receive(self):
         self.episodes = []
-        for worker in self.workers:
-            answer = self._answer(*worker)
+        for part, connection, process in self.workers:
+            try:
+                answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
+            except (EOFError, OSError):
+                process.join(1)
+                answer = f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
             if isinstance(answer, str):
                 raise SystemExit(answer)
             self.episodes += answer
         for name, array in ("an observation", self.obs), ("an observation", self.final_obs), ("a reward", self.rewards):
             if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array))).size:
-                raise SystemExit(
-                    f"environment {self.first + wrong[0, 0]} returned {name} that is not finite in {array.dtype}"
-                )
+                raise SystemExit(f"environment {wrong[0, 0]} returned {name} that is not finite in {array.dtype}")
         return self.obs, self.rewards, self.terminated, self.truncated
-
-    def _answer(self, part, connection, process):
-        try:
-            return connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
-        except (EOFError, OSError):
-            process.join(1)
-            return f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""
@@ -871,7 +952,7 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, but by a kill, its last whole iteration is saved: a signal may raise anywhere. Writes
+    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes
     checkpoint.pt (first at its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
@@ -1040,89 +1121,6 @@ class Run(AbstractContextManager):
             raise SystemExit(128 + self.signum) from None
         if isinstance(error, (ImportError, OSError)) or (where and isinstance(error, SystemExit)):
             raise SystemExit(f"{error if isinstance(error, SystemExit) else one_line(error)}{where}") from None
-
-
-# A cluster: environments on other machines
-
-
-class Machine:
-    """One machine of a Ray cluster: a SubprocVecEnv from a copy of this file, which need not be there."""
-
-    def __init__(self, text, name, function, *inputs):
-        directory = tempfile.mkdtemp()
-        Path(directory, f"{name}.py").write_text(text)
-        sys.path.insert(0, directory)
-        sys.modules["__main__"] = ModuleType("__main__")  # Ray's own, which the processes would import too
-        self.script, self.function, self.inputs, self.envs = importlib.import_module(name), function, inputs, None
-
-    def step(self, command, rows, values):
-        """-> the episodes that ended and these rows after the command; or what failed, in words"""
-        try:
-            if self.envs is None:
-                function, inputs, flags = self.function
-                make_env = partial(getattr(self.script, function), *inputs, **flags)
-                self.envs = self.script.SubprocVecEnv(make_env, *self.inputs)
-            self.envs.rows[rows] = values
-            self.envs._command(command)
-            self.envs.receive()
-        except SystemExit as error:
-            return str(error), None
-        return self.envs.episodes, self.envs.rows[rows]
-
-
-class RayVecEnv(SubprocVecEnv):
-    """With all machines of a Ray cluster as its workers, and one call a machine for each step. They share the
-    environments by their numbers of cores. Environment i is the one that it is without Ray; so the run is the same."""
-
-    def __init__(self, address, *inputs):
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            import ray
-
-            if ":" in address:  # Ray itself would try for eight minutes
-                socket.create_connection(address.rsplit(":", 1), timeout=10).close()
-            ray.init(address, log_to_driver=False, logging_level="error")
-        except Exception as error:
-            raise SystemExit(f"--ray {address}: {one_line(error)}; see docs/clusters.md") from None
-        if signal.getsignal(signal.SIGTERM) is not handler:  # Ray has put one of its own in place
-            signal.signal(signal.SIGTERM, handler)
-        self.ray = ray
-        super().__init__(*inputs)
-
-    def _start(self, make_env, num_workers, seed, _):
-        self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        nodes = [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-        cores = [int(node["Resources"]["CPU"]) for node in nodes]
-        ends = [2 * round(self.num_envs / 2 * sum(cores[: i + 1]) / sum(cores)) for i in range(len(cores) - 1)]
-        script, function = Path(__file__), (make_env.func.__name__, make_env.args, make_env.keywords)
-        for node, first, end in zip(nodes, [0, *ends], [*ends, self.num_envs]):  # even, as those of halves are
-            place = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            machine = self.ray.remote(num_cpus=0, scheduling_strategy=place)(Machine)
-            inputs = end - first, num_workers or int(node["Resources"]["CPU"]), seed, self.spaces, first
-            if first < end:
-                machine = machine.remote(script.read_text(), script.stem, function, *inputs)
-                self.workers.append((slice(first, end), [], node["NodeManagerHostname"], machine))
-
-    def _command(self, command):
-        rows = slice(None) if command in (RESET, STEP) else slice(int(command), None, 2)
-        for part, calls, _, machine in self.workers:
-            calls.append((rows, machine.step.remote(command, rows, self.rows[part][rows])))
-
-    def _answer(self, part, calls, host, _):
-        rows, call = calls.pop(0)
-        try:
-            answer, values = self.ray.get(call)
-        except self.ray.exceptions.RayError as error:
-            return f"environments {part.start} to {part.stop - 1}, on {host}, are lost: {one_line(error)}"
-        if isinstance(answer, str):
-            return f"{answer} (on {host})"
-        self.rows[part][rows] = values
-        return answer
-
-    def close(self, *_):
-        self.ray.shutdown()
-
-    __exit__ = close
 
 
 if __name__ == "__main__":

@@ -762,14 +762,14 @@ def put(array, i, value, name):
     raise SystemExit(f"returned {name} that is no {array.dtype} of shape {array[i].shape}: {str(value.tolist())[:200]}")
 
 
-def worker(connection, make_env, seeds, first, rows):
+def worker(connection, make_env, seeds, first, memory):
     """Steps environments `first`, `first` + 1, ... at each command. Answers: the episodes that ended, or a fault."""
     for signum in SIGNALS:  # the parent decides when a run ends. Not SIG_IGN: what an environment starts inherits that
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    rows, generators = np.frombuffer(*rows)[first:], [np.random.default_rng(seed) for seed in seeds]
+    rows, generators = np.frombuffer(*memory)[first:], [np.random.default_rng(seed) for seed in seeds]
     view, returns, steps = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
@@ -786,8 +786,7 @@ def worker(connection, make_env, seeds, first, rows):
                     view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
                     returns[i], steps[i] = returns[i] + put(view.rewards, i, reward, "a reward").item(), steps[i] + 1
                     put(view.final_obs if begin else view.obs, i, obs, "an observation")
-                    if begin and i not in games:
-                        episodes.append((first + i, returns[i], steps[i]))
+                    episodes += [(first + i, returns[i], steps[i])] if begin and i not in games else []
                 if begin:
                     draw = int(generators[i].integers(2**32))
                     random.seed(draw)  # for environments that draw from the global generators
@@ -809,14 +808,13 @@ def worker(connection, make_env, seeds, first, rows):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one for each core), each with a slice of them. reset() ->
-    obs; step(actions) -> (obs, rewards, terminated, truncated), views of shared memory, which the next step overwrites:
-    obs [num_envs, ...] in the space's dtype (floats as float32), rewards float32 and flags bool [num_envs]. Where an
-    episode ends the next one begins in the same step: `obs` has its first observation, `final_obs` the old one's last,
-    `episodes` (environment, return, length). Environments rest where `active` is false. `seed`, one int or several,
-    fixes all that happens, whatever the number of workers, but for environments that draw from a global generator in
-    `step`. `make_env` must be picklable. SystemExit says which environment has failed, and why. `step` is `send` and
-    `receive`; those of `rows` [0::2] and [1::2] may take turns, first in, first out, and only they count then."""
+    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs; step(actions) -> (obs,
+    rewards, terminated, truncated): views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
+    space's dtype, or float32 for floats. Where an episode ends, the next begins in that step: `obs` has its first
+    observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
+    `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
+    draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why. `step` is
+    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out, each valid alone."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -832,8 +830,8 @@ class SubprocVecEnv(AbstractContextManager):
         row = np.dtype(fields, align=True)  # of one environment
         context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
-        rows = context.RawArray("b", num_envs * row.itemsize), row
-        vars(self).update({name: np.frombuffer(*rows)[name] for name in row.names})  # self.obs, ..., self.truncated
+        memory = context.RawArray("b", num_envs * row.itemsize), row
+        vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
         resource_tracker.ensure_running()  # forkserver would start it, which unblocks what is blocked next
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a Ctrl-C shall not end fork server and workers
         forkserver.ensure_running()
@@ -846,31 +844,28 @@ class SubprocVecEnv(AbstractContextManager):
             cores = max(1, min(cores, quota // period))
         for part in np.array_split(np.arange(num_envs), min(num_envs, num_workers or cores)):
             connection, worker_end = context.Pipe()
-            process = context.Process(target=worker, args=(worker_end, make_env, seeds[part], int(part[0]), rows))
+            process = context.Process(target=worker, args=(worker_end, make_env, seeds[part], int(part[0]), memory))
             process.start()
             worker_end.close()
             self.workers.append((part, connection, process))
 
     def reset(self):
         """Starts a new episode everywhere; the random streams go on, the episodes cut short are not reported."""
-        self._command(RESET)
+        self.send(self.actions, command=RESET)
         return self.receive()[0]
 
     def step(self, actions, active=True):
         self.send(actions, active)
         return self.receive()
 
-    def send(self, actions, active=True, rows=slice(None)):
+    def send(self, actions, active=True, rows=slice(None), command=STEP):
         self.actions[rows], self.active[rows], space = actions, active, self.single_action_space
-        if isinstance(space, gym.spaces.Box):  # again, in its own dtype: 0.1 is more in float32 than in float64
+        if isinstance(space, gym.spaces.Box):  # in its own dtype: 0.1 is more in float32 than in float64
             np.clip(self.actions[rows], space.low, space.high, out=self.actions[rows])
         self.rewards[rows] = self.terminated[rows] = self.truncated[rows] = 0  # of those that rest
-        self._command(STEP if rows.start is None else b"%d" % rows.start)
-
-    def _command(self, command):
         for _, connection, _ in self.workers:
             with suppress(OSError):  # of a worker that died: noticed when it shall answer
-                os.write(connection.fileno(), command)
+                os.write(connection.fileno(), command if rows.start is None else b"%d" % rows.start)  # b"1"
 
     def receive(self):
         self.episodes = []
@@ -955,7 +950,7 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, but by a kill, its last whole iteration is saved: a signal may raise anywhere. Writes
+    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes
     checkpoint.pt (first at its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.

@@ -359,6 +359,34 @@ def flagship(args):
     print_shares(shares)
 
 
+def cluster(args):
+    """The flagship's training on simulated machines of a Ray cluster, whose environments sleep instead of stepping."""
+    if util.find_spec("ray") is None:
+        print("## cluster\n\nRay is not installed (requirements-ray.txt).\n")
+        return
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    shares, rows, speeds = {}, [], {}
+    for machines in (1, 2, 4, 8):
+        name, size = f"{machines} machine{'s' * (machines > 1)}", NUM_ENVS * machines * args.flagship_steps
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        for _ in range(machines - 1):
+            nodes.add_node(num_cpus=1)
+        nodes.wait_for_nodes()
+        flags = f"--env-id sleeping:Sleeping-v0 --ray {nodes.address} --num-workers 1 --num-envs {NUM_ENVS * machines}"
+        flags += f" --num-steps {args.flagship_steps} --total-timesteps {size * args.flagship_iterations}"
+        shares[name] = []
+        run = partial(run_script, "ppo_interleaved_gru_beta", flags, size, None, shares[name])
+        speeds |= compare(args.rounds, {name: run})
+        speeds[f"rollout on {name}"] = [speed for speed, _ in shares[name]]
+        rows += [(f"rollout on {name}", "rollout on 1 machine", None), (name, "1 machine", None)]
+        nodes.shutdown()
+    print(f"## cluster: machines of 16 cores, {NUM_ENVS} environments each, which sleep 2 ms of a core a step\n")
+    table(speeds, rows)
+    print_shares(shares)
+
+
 def gradient_steps(script, *phase):
     """Gradient steps/s of an update alone: HalfCheetah's sizes, minibatches of 64."""
     import gymnasium as gym
@@ -450,7 +478,7 @@ def print_shares(shares):
 def main():
     sections = {
         "vecenv": vecenv, "base": base, "flagship": flagship, "value-first": value_first, "kl": kl,
-        "atari": atari, "hopper": hopper, "comb": comb, "gpu": gpu,
+        "atari": atari, "hopper": hopper, "comb": comb, "cluster": cluster, "gpu": gpu,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))

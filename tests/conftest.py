@@ -73,13 +73,13 @@ def watch_steps(patch, envs_class, after):
     where halves of them take turns; each with copies of what it was when its half had stepped."""
     send, receive, sent, parts = envs_class.send, envs_class.receive, [], []
 
-    def spy_send(envs, actions, active=True, rows=slice(None)):
-        sent.append((rows, np.array(actions)))
-        send(envs, actions, active, rows)
+    def spy_send(envs, actions, active=True, rows=slice(None), **command):
+        sent.extend([] if command else [(rows, np.array(actions))])  # a command is a reset
+        send(envs, actions, active, rows, **command)
 
     def spy_receive(envs):
         outcome = receive(envs)
-        if sent:  # else this is the answer to a reset
+        if sent:  # else this is what a reset gave
             rows, actions = sent.pop(0)
             parts.append(
                 (np.arange(envs.num_envs)[rows], *(x[rows].copy() for x in (*outcome, envs.final_obs)), actions)

@@ -232,9 +232,10 @@ def record(name, flags, patch, run_dir):
             run.begun, run.draws = True, []
         run.draws.append(([x.clone() for x in parameters], actions.clone(), log_probs.clone()))
 
-    def after_send(_, envs, actions, active=True, rows=slice(None)):
-        run.sent.append((rows, np.array(actions), np.broadcast_to(active, ENVS)[rows].copy(), run.draws))
-        run.draws = []
+    def after_send(_, envs, actions, active=True, rows=slice(None), command=script.STEP):
+        if command == script.STEP:  # else a reset
+            run.sent.append((rows, np.array(actions), np.broadcast_to(active, ENVS)[rows].copy(), run.draws))
+            run.draws = []
 
     def after_receive(outcome, envs):
         if run.sent:  # else this is the answer to a reset

@@ -74,7 +74,7 @@ def actors(cluster):
     return found
 
 
-@pytest.mark.parametrize("num_envs", [4, 7])
+@pytest.mark.parametrize("num_envs", [7, pytest.param(4, marks=pytest.mark.slow)])
 def test_run_on_two_machines_is_the_run_on_one(cluster, tmp_path, num_envs):
     """Three of seven environments are on the first; episodes are in one order, and parameters equal bit for bit."""
     states = []
@@ -90,13 +90,14 @@ def test_run_on_two_machines_is_the_run_on_one(cluster, tmp_path, num_envs):
     assert all(torch.equal(found["model"][name], expected["model"][name]) for name in expected["model"])
 
 
+@pytest.mark.slow
 def test_machines_share_the_environments_by_their_cores(cluster):
     node = cluster.add_node(num_cpus=3)
     cluster.wait_for_nodes()
     make = flagship.partial(flagship.make_env, "misbehaving:Healthy-v0")
     try:
         with flagship.RayVecEnv(cluster.address, make, 11, 0, 1) as envs:
-            parts = [(part.start, part.stop) for part, *_ in envs.workers]
+            parts = [(part.start, part.stop) for part, *_ in envs.machines]
             obs = envs.reset()
         with flagship.SubprocVecEnv(make, 11, 1, 1) as plain:
             assert (obs == plain.reset()).all()
@@ -112,11 +113,13 @@ def test_fault_on_another_machine_has_its_traceback_its_index_and_its_host(clust
     process = start(run, cluster.address, env="RaiseInStep")
     assert process.wait(120) == 1
     *_, last = lines = run.with_suffix(".err").read_text().splitlines()
-    assert re.match(r"environment [13] raised RuntimeError: the leg is broken \(on .+\); go on with: .+", last)
+    raised = r"environment [13] raised RuntimeError: the leg is broken"
+    assert re.match(rf"{raised} \(on .+, counted from environment [02]\); go on with: .+", last)
     assert any("misbehaving.py" in line for line in lines)
     assert load(run)["iteration"] == 2
 
 
+@pytest.mark.slow
 def test_machine_that_dies_ends_the_run_and_the_others_go_on(cluster, tmp_path):
     node, run = cluster.add_node(num_cpus=1), tmp_path / "run"
     cluster.wait_for_nodes()
@@ -139,6 +142,7 @@ def test_machine_that_dies_ends_the_run_and_the_others_go_on(cluster, tmp_path):
     assert result["global_step"] == total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_leaves_no_process_on_any_machine(cluster, tmp_path, signum):
     run = tmp_path / "run"
@@ -155,6 +159,7 @@ def test_signal_saves_and_leaves_no_process_on_any_machine(cluster, tmp_path, si
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_what_a_machine_lacks_is_named(cluster, tmp_path):
     """A module that only the learner finds."""
     (tmp_path / "only_here.py").write_text("import misbehaving\n")
@@ -163,6 +168,17 @@ def test_what_a_machine_lacks_is_named(cluster, tmp_path):
     assert process.wait(120) == 1
     assert "only_here" in last_line(run) and re.search(r"\(on .+\)", last_line(run)), last_line(run)
     assert "Traceback" not in run.with_suffix(".err").read_text()
+
+
+@pytest.mark.slow
+def test_cluster_without_cores_is_one_line(tmp_path):
+    empty = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        process = start(tmp_path / "run", empty.address)
+        assert process.wait(60) == 1
+    finally:
+        empty.shutdown()
+    assert last_line(tmp_path / "run").startswith(f"--ray {empty.address}: no machine has a core")
 
 
 def test_cluster_that_is_not_there_is_one_line(tmp_path):

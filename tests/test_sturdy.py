@@ -183,6 +183,14 @@ def run_copy(finished, tmp_path):
 # Environments and the processes that step them. What five scripts share is tested in one of them.
 
 each_text = scripts(*{str(text(module)): module for module in reversed(SCRIPTS.values())}.values())
+
+
+def few(*now):
+    """Whole processes take long, and what they test is the same text: the other scripts' are slow tests."""
+    marks = {name: [] if module in now else pytest.mark.slow for name, module in SCRIPTS.items()}
+    return pytest.mark.parametrize("module", [pytest.param(SCRIPTS[x], id=x, marks=marks[x]) for x in SCRIPTS])
+
+
 FAULTS = {
     "RaiseInStep": "environment 1 raised RuntimeError: the leg is broken",
     "RaiseInReset": " raised RuntimeError: can't get up",
@@ -192,11 +200,11 @@ FAULTS = {
 }
 
 
-@each_text
+@few(base, recurrent)
 @pytest.mark.parametrize("env", FAULTS)
 def test_fault_in_an_environment_is_reported_and_nothing_is_lost(start, module, env):
-    if module is not base and env not in ("RaiseInReset", "KilledInStep"):
-        pytest.skip("the same lines as the base's")
+    if (module is base) == (env in ("RaiseInReset", "ExitInStep")):
+        pytest.skip("of each pair, one for the base and one for the others")
     run = start("--checkpoint-interval=0", "--total-timesteps=64000", env=env, module=module)
     run.wait_until(lambda: run.events("fault"))
     raised, at = "Raise" in env, min(at for _, at in run.events("fault"))
@@ -322,7 +330,7 @@ def test_whole_numbers_as_observations_train_without_normalisation_too(module, t
     assert module.train(args)["status"] == "finished"
 
 
-@each_text
+@few(base)
 def test_environments_of_the_file_that_is_run_are_found_in_its_processes(start, tmp_path, module):
     file, main = tmp_path / "mine.py", 'if __name__ == "__main__":\n'
     spec = f"'Mine-v0', misbehaving.Counting, max_episode_steps=20, kwargs={{'discrete': {module is recurrent}}}"
@@ -371,7 +379,7 @@ def test_worker_killed_from_outside_is_noticed(start):
     assert load(run.directory)["global_step"] == run.steps()[-1]
 
 
-@pytest.mark.parametrize("env", ["Healthy", "HangInStep"])
+@pytest.mark.parametrize("env", [pytest.param("Healthy", marks=pytest.mark.slow), "HangInStep"])
 def test_killed_parent_leaves_no_process(start, env):
     run = start(*ENDLESS, env=env)
     run.wait_until(lambda: run.steps() if env == "Healthy" else run.events("fault"))
@@ -383,7 +391,7 @@ def test_killed_parent_leaves_no_process(start, env):
 # Signals
 
 
-@every
+@few(base, recurrent)
 def test_signal_saves_the_last_whole_iteration(start, module):
     run, signum = start(*ENDLESS, module=module), signal.SIGTERM if module is recurrent else signal.SIGINT
     run.wait_until(lambda: len(run.steps()) >= 2)
@@ -432,7 +440,7 @@ def test_signal_that_is_lost_where_it_lands_ends_the_run_at_the_next_step(tmp_pa
     assert end.value.code == 128 + signal.SIGTERM
 
 
-@each_text
+@few(recurrent)
 def test_signal_while_a_step_hangs_saves_the_last_whole_iteration(start, module):
     run = start(*ENDLESS, env="HangInStep", module=module)
     run.wait_until(lambda: run.events("fault"))
@@ -457,7 +465,7 @@ def test_interrupt_while_modules_are_imported_leaves_no_traceback(start, module)
     run.assert_ends(-signal.SIGINT, since=run.sent)
 
 
-@each_text
+@few(flagship)
 def test_signal_in_an_evaluation_ends_the_run(start, module):
     run = start(*ENDLESS, "--eval-interval=1", "--eval-episodes=1000000", module=module)
     run.wait_until(lambda: len(run.events("made")) == 1 + 4 + 4)
@@ -471,7 +479,7 @@ def test_signal_in_an_evaluation_ends_the_run(start, module):
     [
         ([], "Healthy", 1),  # while the fork server imports
         (["--num-envs=8", "--num-workers=8"], "HangInConstructor", 9),
-        ([], "SlowStep", 5),
+        pytest.param([], "SlowStep", 5, marks=pytest.mark.slow),
         ([], "ChildProcess", 5),
     ],
 )
@@ -607,7 +615,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("where", ["torch.save = killing_save", "os.replace = killing_replace"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("torch.save = killing_save", marks=pytest.mark.slow), "os.replace = killing_replace"]
+)
 def test_kill_while_a_checkpoint_is_written_leaves_the_one_before(start, tmp_path, where):
     killer = tmp_path / "killer.py"
     killer.write_text(KILLER.replace("WHERE", where))
@@ -743,7 +753,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("count", [0, 70])
+@pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.slow), 70])
 def test_curves_that_can_not_be_written_cost_no_checkpoint(start, tmp_path, count):
     file = tmp_path / "full.py"
     file.write_text(FULL.replace("COUNT", str(count)))
