@@ -33,6 +33,12 @@ def scripts(*modules):
     return pytest.mark.parametrize("module", modules, ids=[NAMES[module] for module in modules])
 
 
+def few(*now):
+    """What is the same text in all and takes long: of the scripts that are not named, these are slow tests."""
+    marks = {name: [] if module in now else pytest.mark.slow for name, module in SCRIPTS.items()}
+    return pytest.mark.parametrize("module", [pytest.param(SCRIPTS[x], id=x, marks=marks[x]) for x in SCRIPTS])
+
+
 BATCH = 64  # steps in an iteration of small_args
 
 

@@ -19,7 +19,20 @@ import misbehaving
 import numpy as np
 import pytest
 import torch
-from conftest import BATCH, TESTS, adaptive, base, every, flagship, load, recurrent, resume_args, scripts, small_args
+from conftest import (
+    BATCH,
+    TESTS,
+    adaptive,
+    base,
+    every,
+    few,
+    flagship,
+    load,
+    recurrent,
+    resume_args,
+    scripts,
+    small_args,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -117,7 +130,7 @@ def test_every_tensor_coefficient_and_random_state_is_restored(module, copied, m
     assert not (directory / "result.json").exists()  # which says that a run has ended: this one goes on
 
 
-@every
+@few(base, recurrent)
 def test_two_resumes_of_one_checkpoint_are_the_same_run(module, copied):
     checkpoints = []
     for name, num_workers in (("one", 1), ("two", 3)):
@@ -188,7 +201,7 @@ def test_max_grad_norm_of_0_is_no_limit(module, tmp_path):
 # Curves
 
 
-@every
+@few(base)
 def test_curves_go_on_without_a_gap_or_a_double_point_and_elsewhere(module, tmp_path, monkeypatch):
     logged, log, write = [], module.Run.log, module.Run._write
 
@@ -341,7 +354,7 @@ def test_evaluation_does_not_change_the_training(module, tmp_path):
         assert [at for at, _ in points(tmp_path / "with")[name]] == [64, 128, 192]
 
 
-@every
+@few(base, flagship, recurrent)
 @pytest.mark.parametrize("cut, evaluated", [(2, [64, 192]), (3, [64, 128, 192])], ids=["in between", "at the end"])
 def test_of_evaluations_that_were_cut_short_only_the_last_is_made_again(module, cut, evaluated, tmp_path, monkeypatch):
     evaluate, calls = module.evaluate, []
@@ -428,7 +441,7 @@ class Reference:
         return self.obs.copy(), rewards, terminated, truncated, final_obs, episodes
 
 
-@every
+@few(base, flagship, recurrent)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 0])
 def test_environments_do_what_a_plain_loop_does(module, num_workers):
     reference, actions = Reference(5, [7, 3]), np.random.default_rng(0).uniform(-2, 2, (150, 5, 2)).astype(np.float32)

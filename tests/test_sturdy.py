@@ -23,7 +23,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BATCH, SCRIPTS, TESTS, every, load, resume_args, scripts, small_args
+from conftest import BATCH, SCRIPTS, TESTS, every, few, load, resume_args, scripts, small_args
 from misbehaving import Constant
 
 base, flagship, comb, value_first, adaptive, recurrent = SCRIPTS.values()
@@ -183,14 +183,6 @@ def run_copy(finished, tmp_path):
 # Environments and the processes that step them. What five scripts share is tested in one of them.
 
 each_text = scripts(*{str(text(module)): module for module in reversed(SCRIPTS.values())}.values())
-
-
-def few(*now):
-    """Whole processes take long, and what they test is the same text: the other scripts' are slow tests."""
-    marks = {name: [] if module in now else pytest.mark.slow for name, module in SCRIPTS.items()}
-    return pytest.mark.parametrize("module", [pytest.param(SCRIPTS[x], id=x, marks=marks[x]) for x in SCRIPTS])
-
-
 FAULTS = {
     "RaiseInStep": "environment 1 raised RuntimeError: the leg is broken",
     "RaiseInReset": " raised RuntimeError: can't get up",
@@ -227,7 +219,7 @@ def test_every_fault_ends_in_its_line(module, env):
     assert FAULTS[env] in str(caught.value).splitlines()[-1]
 
 
-@every
+@few(base, recurrent)
 @pytest.mark.parametrize(
     "env, name", [("FinalObservationNotFinite", "an observation"), ("RewardNotFinite", "a reward")]
 )
@@ -310,7 +302,7 @@ DiscreteObservation
 RaiseInClose ChildProcess Bare Counting OneInfo OwnEpisodes CountedTwice DoubleActions""".split()
 
 
-@every
+@few(base, value_first, recurrent)
 @pytest.mark.parametrize("env", ODD)
 def test_odd_environments_are_trained_and_their_returns_are_the_true_ones(tmp_path, capsys, module, env):
     result = module.train(small_args(module, tmp_path / "run", 2, env, eval_episodes=2))
