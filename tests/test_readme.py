@@ -139,5 +139,5 @@ def test_flags_in_the_pages_exist():
     known |= set(re.findall(r"--[a-z][a-z-]+", tools))
     assert set(re.findall(r"(?<=`)--[a-z][a-z-]+|(?<= )--[a-z][a-z-]+", TEXT)) - known <= {
         "--no-deps", "--logdir", "--help", "--ntasks", "--wrap", "--torch-backend",
-        "--head", "--address", "--port", "--num-cpus", "--nodes", "--ntasks-per-node", "--min-nodes",
+        "--head", "--address", "--port", "--num-cpus", "--nodes", "--ntasks-per-node", "--block",
     }  # fmt: skip
