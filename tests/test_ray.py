@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import BATCH, TESTS, flagship, load, resume_args, small_args
@@ -16,6 +17,7 @@ from conftest import BATCH, TESTS, flagship, load, resume_args, small_args
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs requirements-ray.txt")
 
 ENDLESS = 10**6  # iterations
+HALVES = [slice(0, None, 2), slice(1, None, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +93,27 @@ def test_run_on_two_machines_is_the_run_on_one(cluster, tmp_path, num_envs):
 
 
 @pytest.mark.slow
-def test_machines_share_the_environments_by_their_cores(cluster):
+def test_machines_share_the_environments_by_their_cores_and_each_is_what_it_is_on_one(cluster):
     node = cluster.add_node(num_cpus=3)
     cluster.wait_for_nodes()
     make = flagship.partial(flagship.make_env, "misbehaving:Healthy-v0")
     try:
-        with flagship.RayVecEnv(cluster.address, make, 11, 0, 1) as envs:
+        with flagship.RayVecEnv(cluster.address, make, 13, 0, 1) as envs:
             parts = [(part.start, part.stop) for part, *_ in envs.machines]
-            obs = envs.reset()
-        with flagship.SubprocVecEnv(make, 11, 1, 1) as plain:
-            assert (obs == plain.reset()).all()
+            with flagship.SubprocVecEnv(make, 13, 1, 1) as plain:
+                assert (envs.reset() == plain.reset()).all()
+                actions, ended = np.linspace(-1, 1, 26).reshape(13, 2), []
+                for rows in HALVES * 25:
+                    for x in (envs, plain):
+                        x.send(actions[rows], rows=rows)
+                    pairs = zip((*envs.receive(), envs.final_obs), (*plain.receive(), plain.final_obs))
+                    assert all((x[rows] == y[rows]).all() for x, y in pairs) and envs.episodes == plain.episodes
+                    ended += envs.episodes
+                assert {env for env, *_ in ended} == set(range(13))
     finally:
         cluster.remove_node(node)
     sizes = [last - first for first, last in parts]
-    assert sum(sizes) == 11 and parts[0][0] == 0 and sorted(sizes)[-1] >= 5
+    assert sum(sizes) == 13 and parts[0][0] == 0 and sorted(sizes)[-1] >= 5
     assert all(last == first for (_, last), (first, _) in zip(parts, parts[1:])) and not any(x % 2 for x, _ in parts)
 
 
