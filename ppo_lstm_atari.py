@@ -865,7 +865,7 @@ class SubprocVecEnv(AbstractContextManager):
         self.rewards[rows] = self.terminated[rows] = self.truncated[rows] = 0  # of those that rest
         for _, connection, _ in self.workers:
             with suppress(OSError):  # of a worker that died: noticed when it shall answer
-                os.write(connection.fileno(), command if rows.start is None else b"%d" % rows.start)  # b"1"
+                os.write(connection.fileno(), command if rows.start is None else b"%d" % rows.start)  # a half
 
     def receive(self):
         self.episodes = []
@@ -950,8 +950,8 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes
-    checkpoint.pt (first at its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
+    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes checkpoint.pt (first at
+    its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}

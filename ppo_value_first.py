@@ -737,8 +737,8 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes
-    checkpoint.pt (first at its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
+    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes checkpoint.pt (first at
+    its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
 
     # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
