@@ -31,12 +31,12 @@ epochs of minibatch gradient steps on
 
 That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is chosen here as follows:
 
-    minibatches    hold all steps of some environments, split into sequences where an episode begins. One that goes on
-                   from the rollout before starts with the state that it had there.
+    minibatches    hold all steps of some environments, split into sequences where an episode begins. An episode that
+                   goes on from the rollout before starts with its state there, through which no gradient flows.
     halves         of the environments take turns: while one steps, the policy acts for the other.
-    time limits    bootstrap: the last observation's value is the one with the recurrent state of that moment.
+    time limits    bootstrap from the value of the last observation, with the recurrent state of that moment.
     log pi_old     and V_old are those of the rollout, which computes them anyway.
-    statistics     are off by default, as in the source. Images are divided by 255.
+    normalisation  is off by default, as in the source. Images are divided by 255.
     games          A life is an episode, with the signs of the rewards; the returns reported are those of whole games.
     evaluation     Discrete actions for images are sampled, as for the published numbers; all others are greedy.
     --randomise    draws each episode's masses, friction, damping, gains and gravity: a memory can find them out.
@@ -44,14 +44,14 @@ That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is cho
                    minibatch, statistics change after each update alone, a resume begins new episodes.
 
 Source:  "Advancements in PPO" (George Ogden), third experiment: LSTM against GRU on Pong, BeamRider and Breakout, in
-         the setting of CleanRL's ppo_atari_lstm.py (where time limits are deaths, and FIRE is not all that is pressed).
+         the setting of CleanRL's ppo_atari_lstm.py (where time limits are deaths, and action 2 is pressed after FIRE).
 
 Result:  Pong, 3 M steps, mean return of 30 games: GRU 19.4, LSTM 19.1 (one seed each). CartPole-v1 with
          --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds each: GRU 477, LSTM 474.
 
-Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru
+Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru --total-timesteps 3000000 --eval-episodes 30
          python ppo_lstm_atari.py --env-id Hopper-v5 --mask-velocity --norm-obs --norm-reward
-Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari_lstm__1__1700000000
+Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari_gru__1__1700000000
 """
 
 import atexit
@@ -114,7 +114,7 @@ class Args:
     num_envs: int = 8  # environments stepped side by side
     total_timesteps: int = 10_000_000  # environment steps of all environments, also those before a --resume
     mask_velocity: bool = False  # hide the velocities, in the environments of VELOCITIES
-    randomise: bool = False  # MuJoCo: other dynamics in each episode, as RANDOMISED has them
+    randomise: bool = False  # MuJoCo: other dynamics in each episode: gravity, and those of RANDOMISED
 
     # PPO (Schulman et al. 2017)
     num_steps: int = 128  # steps of each environment in an iteration
@@ -383,9 +383,9 @@ def split_sequences(first):
     begins = first.clone()
     begins[:, 0] = True  # also where an episode goes on from the rollout before
     starts = begins.flatten().nonzero().squeeze(-1)  # [num_sequences]
-    sequence = begins.flatten().cumsum(0) - 1  # of each step, as `row`
-    row = torch.arange(first.numel(), device=first.device) - starts[sequence]
-    return row * len(starts) + sequence, starts, int(row.max()) + 1  # as `nonzero`, this waits for a GPU
+    column = begins.flatten().cumsum(0) - 1  # each step's; a column is a sequence
+    row = torch.arange(first.numel(), device=first.device) - starts[column]
+    return row * len(starts) + column, starts, int(row.max()) + 1  # as in `nonzero`, the CPU waits for the GPU
 
 
 class Agent(nn.Module):
@@ -446,7 +446,7 @@ class Agent(nn.Module):
         return outputs, (torch.cat(state, -1) if lstm else state)[0]
 
     def unroll(self, features, first, state):
-        """As `recur`, of [num_envs, num_steps, ...] with new episodes at `first` [num_envs, num_steps], in one call.
+        """As `recur`, but of [num_envs, num_steps, ...] with new episodes at `first`, in one call -> the outputs.
         Zeros make the sequences equally long; they come after the last step, and so change nothing."""
         places, starts, longest = split_sequences(first)
         states = state[starts // first.shape[1]].masked_fill(first.flatten()[starts, None], 0)
@@ -509,7 +509,7 @@ def discounted_returns(rewards, done, running, gamma):
 
 def minibatch_gradient(agent, args, state, obs, first, actions, log_probs, values, advantages, returns):
     """Sets the gradient of one minibatch's loss, its norm clipped. -> log_ratio, and the losses by name. A minibatch is
-    of whole environments: [minibatch, num_steps, ...], and `state` [minibatch, state_dim] before that."""
+    of whole environments [envs, num_steps, ...]; `state` [envs, state_dim] is that before their first step."""
     outputs = agent.unroll(agent.encode(obs), first, state)
     policy = agent.policy(outputs)
     log_ratio = policy.log_prob(actions) - log_probs
@@ -641,7 +641,7 @@ def train(args: Args) -> dict:
         next_first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()
         # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
-        # 2020). On 2 cores an iteration takes 12% less on Breakout. Workers have some of both.
+        # 2020). On 2 cores an iteration takes 12% less on Breakout. A worker may have both.
         halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:
@@ -656,7 +656,7 @@ def train(args: Args) -> dict:
                 if step > 0:  # what followed the half's last actions; the other half still steps
                     next_obs, rewards[before], terminated[before], truncated = (x[rows] for x in envs.receive())
                     next_first[rows] = done[before] = np.logical_or(terminated[before], truncated)
-                    # It is an episode's last observation where one ended. T: environments last, like done.
+                    # Where an episode ended, its last observation followed. T: environments last, like done.
                     next_obs = np.where(done[before], envs.final_obs[rows].T, next_obs.T).T
                     followed[before] = torch.as_tensor(next_obs, device=device)
                     run.count(len(next_obs), envs.episodes)
@@ -668,8 +668,7 @@ def train(args: Args) -> dict:
                         actions[now], log_probs[now], values[now], states[after] = drawn
                     envs.send(agent.to_env(actions[now]).cpu().numpy(), rows=rows)
 
-            # Advantages. The next row has V of what followed, but not where an episode or the rollout ends. No such
-            # observation is a `first` one: ~ends[ends] is False throughout.
+            # Advantages. V of what followed is the next step's; at episode ends and the last step it is computed here.
             update_start = time.perf_counter()
             torch.set_num_threads(update_threads)
             rewards, terminated, done = (torch.as_tensor(x, device=device) for x in (rewards, terminated, done))
@@ -677,7 +676,8 @@ def train(args: Args) -> dict:
             with torch.no_grad():
                 next_values, ends = values.roll(-1, 0), done.bool()  # [num_steps, num_envs]
                 ends[-1] = True
-                _, next_values[ends], _ = agent.step(followed[ends], ~ends[ends], states[1:][ends])
+                outputs, _ = agent.recur(agent.encode(followed[ends])[None], states[1:][ends])
+                next_values[ends] = agent.value(outputs[0])
                 advantages = compute_gae(scaled, values, next_values, terminated, done, args.gamma, args.gae_lambda)
                 returns = advantages + values
 
