@@ -17,7 +17,8 @@ bound to bound, the comb's teeth; between them it is linear. It may have several
 With h the distance of two teeth, and a, b the densities at both ends of the piece between teeth k and k + 1:
 
     mass     = h (a + b) / 2;  all masses sum to 1: the trapezoid rule, which is exact here
-    sample   = low + h (k + s),  k by its mass,  s = v (a + b) / (a + sqrt((1 - v) a^2 + v b^2)),  v uniform on (0, 1]
+    sample   = low + h (k + u + v - 1),  u, v uniform on [0, 1],  k by the mass of its triangle, h times the density there
+               (half of it at the bounds, where the half of the triangle outside is folded in)
     -entropy = sum of mass * (ln a + ln b + d coth d - 1) / 2,  d = ln b - ln a
 
 Action bounds must be finite. All else is as in ppo_mlp_gaussian.py: time limits bootstrap; statistics change after each
@@ -138,22 +139,20 @@ class Comb:
         self.width = (high - low) / self.pieces  # of a piece, [act_dim]
         halves = nn.functional.pad(low.new_zeros(self.pieces - 1), (1, 1), value=-np.log(2))  # the first and the last
         log_weights = 0 if as_coded else self.width.log()[:, None] + halves  # of the trapezoid rule, [act_dim, teeth]
-        self.log_density = (logits + log_weights).log_softmax(-1) - log_weights  # [..., act_dim, teeth]
+        self.log_mass = (logits + log_weights).log_softmax(-1)  # of the triangle around each tooth, [..., act_dim, teeth]
+        self.log_density = self.log_mass - log_weights
 
     def at(self, teeth):
         """Positions counted in teeth -> actions, clamped: rounding must not lead out of the bounds."""
         return torch.lerp(self.low, self.high, teeth / self.pieces).clamp(self.low, self.high)
 
     def sample(self):
-        """-> [..., act_dim]"""
-        u, v = (1 - torch.rand_like(self.log_density[..., :2])).unbind(-1)  # in (0, 1]: a mass of 0 is never drawn
-        density = self.log_density.exp()
+        """-> [..., act_dim]: a tooth by its mass, then a point of the triangle around it, folded in at the bounds."""
+        tooth = (self.log_mass - torch.empty_like(self.log_mass).exponential_().log()).argmax(-1)  # Gumbel-max
+        u, v = torch.rand_like(self.log_mass[..., :2]).unbind(-1)
         if self.as_coded:  # p_k all over piece k; the last piece gets the last tooth's p too
-            return self.at((density[..., :-2].cumsum(-1) < u[..., None]).sum(-1) + v)
-        cdf = (density[..., :-1] + density[..., 1:]).cumsum(-1)  # at the right end of each piece, not normalised
-        piece = (cdf < u[..., None] * cdf[..., -1:]).sum(-1, keepdim=True)
-        a, b = self.log_density.gather(-1, torch.cat([piece, piece + 1], -1)).softmax(-1).unbind(-1)  # a + b = 1
-        return self.at(piece.squeeze(-1) + v / (a + torch.lerp(a.square(), b.square(), v).sqrt()))
+            return self.at(tooth.clamp(max=self.pieces - 1) + u)
+        return self.at(self.pieces - (self.pieces - (tooth + u + v - 1).abs()).abs())
 
     def log_prob(self, actions):
         """[..., act_dim] within the bounds -> log-density [...], the sum over the action dimensions; always finite."""
