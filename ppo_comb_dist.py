@@ -17,16 +17,17 @@ bound to bound, the comb's teeth; between them it is linear. It may have several
 With h the distance of two teeth, and a, b the densities at both ends of the piece between teeth k and k + 1:
 
     mass     = h (a + b) / 2;  all masses sum to 1: the trapezoid rule, which is exact here
-    sample   = low + h (k + u + v - 1),  u, v uniform on [0, 1],  k by the mass of its triangle, h times the density there
-               (half of it at the bounds, where the half of the triangle outside is folded in)
+    sample   = low + h (k + u + v - 1),  u, v uniform on [0, 1]: a point of the triangle around tooth k, which is drawn
+               by its mass, h times the density there; at the bounds half of that, and what is outside is folded in
     -entropy = sum of mass * (ln a + ln b + d coth d - 1) / 2,  d = ln b - ln a
 
-Action bounds must be finite. All else is as in ppo_mlp_gaussian.py: time limits bootstrap; statistics change after each
-update alone, so the first iteration has 0 and 1; advantages are normalised in each minibatch; log pi_old is
+Action bounds must be finite. All else is as in ppo_mlp_gaussian.py: time limits bootstrap; statistics change after an
+update only, so the first iteration has 0 and 1; advantages are normalised in each minibatch; log pi_old is
 computed in one pass after the rollout; a resume begins new episodes.
 
 Source:  "Advancements in PPO" (George Ogden), fourth experiment. Its code (comb_utils.py, George-Ogden/ppo-experiments)
-         scores the teeth's softmax p, interpolated, but draws from p_k all over piece k; so does --density as-coded.
+         scores actions by the teeth's softmax p, interpolated, but draws evenly within piece k with probability p_k; so
+         does --density as-coded.
 
 Result:  1 M steps, mean return of the last 100 episodes, 3 seeds (the base's Gaussian, 10 seeds): HalfCheetah-v5 2322
          (2300), Hopper-v5 2114 (2583), Walker2d-v5 1688 (3402).
@@ -85,7 +86,7 @@ class Args:
     compile: bool = False  # compile minibatch_gradient, and the policy step where that helps (needs a C++ compiler)
     checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at start and end and when stopped
     resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
-    run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
+    run_dir: str | None = None  # directory of the run; None: a new one in runs/, or that of --resume
     eval_episodes: int = 10  # greedy episodes in an evaluation; 0: no evaluation
     eval_interval: int = 0  # iterations between evaluations; 0: only at the end
 
@@ -139,7 +140,7 @@ class Comb:
         self.width = (high - low) / self.pieces  # of a piece, [act_dim]
         halves = nn.functional.pad(low.new_zeros(self.pieces - 1), (1, 1), value=-np.log(2))  # the first and the last
         log_weights = 0 if as_coded else self.width.log()[:, None] + halves  # of the trapezoid rule, [act_dim, teeth]
-        self.log_mass = (logits + log_weights).log_softmax(-1)  # of the triangle around each tooth, [..., act_dim, teeth]
+        self.log_mass = (logits + log_weights).log_softmax(-1)  # of each tooth's triangle, [..., act_dim, teeth]
         self.log_density = self.log_mass - log_weights
 
     def at(self, teeth):
@@ -165,7 +166,7 @@ class Comb:
         density, left, right = self.log_density.exp(), self.log_density[..., :-1], self.log_density[..., 1:]
         if self.as_coded:
             return -(density * self.log_density).sum((-2, -1))
-        d = (right - left).abs().clamp(min=1e-3)  # d coth d is 0 / 0 at 0; this moves the entropy by 2e-7 at most
+        d = (right - left).abs().clamp(min=1e-3)  # d coth d is 0 / 0 at 0; this moves it by 2e-7 a dimension at most
         integrals = (density[..., :-1] + density[..., 1:]) * (left + right + d / d.tanh() - 1)
         return -(self.width / 4 * integrals.sum(-1)).sum(-1)
 
@@ -321,7 +322,7 @@ def update(agent, optimizer, gradient, args, batch):
     log_ratio = torch.cat(log_ratios)
     metrics = {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
     metrics["losses/old_approx_kl"] = -log_ratio.mean()
-    # Of KL(pi_old || pi) this estimate varies less: the k3 of Schulman, "Approximating KL Divergence".
+    # k3 of Schulman, "Approximating KL Divergence": the same KL(pi_old || pi) with less variance.
     metrics["losses/approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
     metrics["losses/clipfrac"] = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
     return metrics
@@ -745,7 +746,7 @@ class Run(AbstractContextManager):
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
             rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
-            print(self.changed, "the learning rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
+            print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
     def _write(self, name, state):

@@ -105,7 +105,7 @@ class Args:
     compile: bool = False  # compile minibatch_gradient, and the policy step where that helps (needs a C++ compiler)
     checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at start and end and when stopped
     resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
-    run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
+    run_dir: str | None = None  # directory of the run; None: a new one in runs/, or that of --resume
     eval_episodes: int = 10  # greedy episodes in an evaluation; 0: no evaluation
     eval_interval: int = 0  # iterations between evaluations; 0: only at the end
 
@@ -475,7 +475,7 @@ def update(agent, optimizer, gradient, args, batch):
     log_ratio = torch.cat(log_ratios)
     metrics = {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
     metrics["losses/old_approx_kl"] = -log_ratio.mean()
-    # Of KL(pi_old || pi) this estimate varies less: the k3 of Schulman, "Approximating KL Divergence".
+    # k3 of Schulman, "Approximating KL Divergence": the same KL(pi_old || pi) with less variance.
     metrics["losses/approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
     metrics["losses/clipfrac"] = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
     return metrics
@@ -1024,7 +1024,7 @@ class Run(AbstractContextManager):
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
             rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
-            print(self.changed, "the learning rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
+            print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
     def _write(self, name, state):

@@ -12,34 +12,35 @@
 # ///
 """PPO with a KL penalty that adapts itself and stops early, and the PPO paper's other surrogate objectives.
 
-Nothing clips the ratio. The loss holds the new policy near the old one, by a coefficient beta that follows the KL which
-each update ends with, so that an iteration moves the policy by about kl_targ:
+Nothing clips the ratio. A penalty on the KL holds the new policy near the old one. Its weight beta adapts after each
+update, so that an iteration moves the policy by about kl_targ:
 
     KL         = mean KL(pi_old(.|s) || pi(.|s))                                  in closed form: both are Gaussians
     L_policy   = -mean(ratio * A) + beta * KL + eta * max(0, KL - 2 * kl_targ)^2
     up to 20 steps on the whole batch, none once KL > 4 * kl_targ; then
-    KL > 2 * kl_targ:  beta *= 1.5 (up to 35);      where that is over 30, learning rate /= 1.5 (while over a tenth)
-    KL < kl_targ / 2:  beta /= 1.5 (down to 1/35);  where that is under 1/30, learning rate *= 1.5 (while below tenfold)
+    KL > 2 * kl_targ:  beta *= 1.5 (up to 35);      if it is now over 30, learning rate /= 1.5 (while over a tenth)
+    KL < kl_targ / 2:  beta /= 1.5 (down to 1/35);  if it is now under 1/30, learning rate *= 1.5 (while below tenfold)
 
 Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code (the post prints the hinge with KL and
-kl_targ exchanged). --preset post, the default, is that post: else as the base, but
+kl_targ exchanged). --preset post, the default, is that post: else as the base, ppo_mlp_gaussian.py, but
 
-    episodes       A batch is the first so many whole episodes that begin. An environment that has none left rests.
-    time limits    are ends, worth 0 from there on (--bootstrap-time-limit: not). The time is a part of the observation.
-    observations   are scaled without a limit, by statistics that begin with five episodes that are not trained on.
-    rewards        are multiplied by 1 - gamma.
+    episodes       A batch is the first N episodes to begin, each played to its end. Who has none left rests.
+    time limits    are ends, worth 0 from there on (--bootstrap-time-limit: V). The time is a part of the observation.
+    observations   are scaled without a limit, by statistics that begin with five episodes, not trained on nor counted.
+    rewards        are multiplied by 1 - gamma, for a gamma below 0.999.
     V              is fitted after the policy, to Monte-Carlo returns, on this batch and the one before.
     networks       are sized from the task, and the variance learns faster.
     actions        Unlike in the post, environments get them clipped: control costs are those of clipped actions.
 
-So statistics change after each update alone, log pi_old is computed after the rollout, a resume begins new episodes.
+As there, statistics change after an update only; log pi_old is computed after the rollout; a resume begins new
+episodes.
 
 --preset paper is the base, but with a constant learning rate and no limit on the gradient's norm or V's change. With
 --objective clip | none | kl-fixed | kl-adaptive each row of Table 1 of Schulman et al. 2017 (arXiv:1707.06347) is one
-command. There beta doubles where KL > 1.5 * kl_targ and halves where KL < kl_targ / 1.5, without hinge and early stop.
+command. Here beta doubles where KL > 1.5 * kl_targ and halves where KL < kl_targ / 1.5, without hinge and early stop.
 
-Result:  episodes until the mean return of 5 reaches the post's threshold, three seeds (the post): Reacher-v5 10317,
-         10523, 10762 (14100), Hopper-v5 1299, 1618, 2778 (2250), HalfCheetah-v5 2476, 2101, not in 3000 (1966),
+Result:  episodes until the mean return of 5 reaches the post's threshold, three seeds (the post's one): Reacher-v5
+         10317, 10523, 10762 (14100), Hopper-v5 1299, 1618, 2778 (2250), HalfCheetah-v5 2476, 2101, not in 3000 (1966),
          Swimmer-v5 163, 1642, 1298 (137).
 
 Run:     python ppo_kl_adaptive.py --env-id HalfCheetah-v5
@@ -98,7 +99,7 @@ class Args:
     compile: bool = False  # compile minibatch_gradient, and the policy step where that helps (needs a C++ compiler)
     checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at start and end and when stopped
     resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
-    run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
+    run_dir: str | None = None  # directory of the run; None: a new one in runs/, or that of --resume
     eval_episodes: int = 10  # greedy episodes in an evaluation; 0: no evaluation
     eval_interval: int = 0  # iterations between evaluations; 0: only at the end
 
@@ -118,8 +119,8 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss (paper; the post fits V by itself)
     objective: str = "kl-adaptive"  # surrogate objective: clip, none (the plain ratio), kl-fixed or kl-adaptive
-    beta: float = 1.0  # weight of the KL penalty, with kl-adaptive at the start
-    kl_targ: float = 0.003  # the KL that an iteration shall move the policy by, in nats (paper: 0.003, 0.01, 0.03)
+    beta: float = 1.0  # weight of the KL penalty; with kl-adaptive the first, and a resume keeps the adapted one
+    kl_targ: float = 0.003  # the KL that an iteration shall move the policy by, in nats (Table 1: 0.003, 0.01, 0.03)
 
     # The 37 details (Huang et al. 2022)
     anneal_lr: bool = False  # lower the learning rate linearly to 0 over --total-timesteps
@@ -245,7 +246,7 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) / (self.var + 1e-8).sqrt()).clamp(-10, 10).float()
 
 
-class WholeRunScaler(RunningNorm):
+class PostNorm(RunningNorm):
     """The post's scaling, (x - mean) / (standard deviation + 0.1) / 3 without a limit; the time stays as it is."""
 
     def forward(self, x):
@@ -285,11 +286,11 @@ class Agent(nn.Module):
         super().__init__()
         obs_dim, act_dim = observation_space.shape[0], action_space.shape[0]
         if args.preset == "post":
-            self.obs_norm = WholeRunScaler(obs_dim) if args.norm_obs else nn.Identity()
+            self.obs_norm = PostNorm(obs_dim) if args.norm_obs else nn.Identity()
             self.actor = sized_mlp(obs_dim, 10 * act_dim, act_dim)
             self.critic = sized_mlp(obs_dim, 5, 1)
-            # The logarithm of the variance is -1 plus the sum of so many copies, each 0 at first: Adam moves each of
-            # them by a whole step, so together they learn as many times faster.
+            # log variance = -1 + the sum of these copies, 0 at first. Adam moves each by a whole step, and so their sum
+            # by as many; the number is the author's rule.
             copies, self.log_std_start, self.log_std_scale = 100 * act_dim // 48, -0.5, 0.5
         else:
             self.obs_norm = RunningNorm(obs_dim) if args.norm_obs else nn.Identity()
@@ -319,13 +320,11 @@ class Agent(nn.Module):
 
 
 def collect(agent, draw, envs, device, num_steps=np.inf, num_episodes=np.inf):
-    """Plays `num_steps` steps of each environment, or the next `num_episodes` whole episodes, all of them new.
+    """Plays `num_steps` steps of each environment, or `num_episodes` whole episodes, from environments at a beginning.
 
     -> obs, actions, rewards, terminated, done, followed, taken: [steps, num_envs, ...]; and the episodes that ended, in
-    the order they began. The first to begin are taken, not the first to end, which would be the short ones. Where an
-    environment has none left to begin it rests, and that is not `taken`."""
-    if num_episodes < np.inf:
-        envs.reset()
+    the order they began. The first to begin count, not the first to end, which would be the short ones. An environment
+    with none left to begin rests: its rows are not `taken`."""
     playing, begun = np.arange(envs.num_envs), envs.num_envs  # episodes are numbered as they begin
     rows, ended = [], {}
     while len(rows) < num_steps and (playing < num_episodes).any():
@@ -379,7 +378,7 @@ def surrogate_loss(args, ratio, advantages, kl, beta):
 
 
 def minibatch_gradient(agent, args, beta, old_log_std, obs, actions, log_probs, old_mean, advantages, returns):
-    """Sets the gradient of one minibatch's loss, its norm clipped. -> log_ratio [minibatch], losses and KL by name"""
+    """Sets the gradient of one minibatch's loss, clipped by --max-grad-norm. -> log_ratio [minibatch], losses"""
     policy = agent.policy(obs)
     log_ratio = policy.log_prob(actions) - log_probs
     kl = gaussian_kl(Gaussian(old_mean, old_log_std), policy).mean()
@@ -399,7 +398,7 @@ def minibatch_gradient(agent, args, beta, old_log_std, obs, actions, log_probs, 
 
 
 def minibatches(batch, epochs, num_minibatches, size=None):
-    """Those of `epochs` passes over a batch of [batch_size, ...], or over `size` of it, each in an order of its own."""
+    """Those of `epochs` passes over a batch [batch_size, ...], or over `size` samples of it, each in a new order."""
     for _ in range(epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)[:size]
         yield from zip(*(x[order].tensor_split(num_minibatches) for x in batch))
@@ -407,7 +406,7 @@ def minibatches(batch, epochs, num_minibatches, size=None):
 
 def update(agent, optimizer, gradient, args, beta, old_log_std, batch):
     """`update_epochs` passes over the batch, tensors [batch_size, ...], or until the KL is too large. -> metrics by
-    name, means over all of it; but losses/kl is the KL after it"""
+    name, means over the update; losses/kl is the KL after it"""
     num_minibatches = min(args.num_minibatches, len(batch[0]) // 2)  # episodes may be short
     log_ratios, losses = [], []  # of each minibatch
     for minibatch in minibatches(batch, args.update_epochs, num_minibatches):
@@ -422,7 +421,7 @@ def update(agent, optimizer, gradient, args, beta, old_log_std, batch):
     log_ratio = torch.cat(log_ratios)
     metrics = {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
     metrics["losses/old_approx_kl"] = -log_ratio.mean()
-    # Of KL(pi_old || pi) this estimate varies less: the k3 of Schulman, "Approximating KL Divergence".
+    # k3 of Schulman, "Approximating KL Divergence": the same KL(pi_old || pi) with less variance.
     metrics["losses/approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
     metrics["losses/clipfrac"] = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
     metrics["losses/epochs"] = len(losses) / num_minibatches
@@ -450,7 +449,7 @@ def adapt(carried, kl, args):
 
 
 def value_gradient(agent, args, obs, returns):
-    """Sets the gradient of one minibatch's value loss, its norm clipped. -> the loss"""
+    """Sets the gradient of one minibatch's value loss, clipped likewise. -> the loss"""
     loss = 0.5 * (agent.value(obs) - returns).square().mean()
     loss.backward()
     if args.max_grad_norm:
@@ -459,7 +458,7 @@ def value_gradient(agent, args, obs, returns):
 
 
 def fit_value(agent, optimizer, gradient, args, carried, obs, returns):
-    """The post's: 10 epochs in minibatches of 256 or more, after the policy's update. An epoch takes as many samples as
+    """The post's: 10 epochs in minibatches of some 256, after the policy's update. An epoch takes as many samples as
     the batch has, at random from this batch and the one before. -> the mean loss"""
     both = [torch.cat([x, y.to(x.device)]) for x, y in zip((obs, returns), carried["batch"])]
     num_minibatches = max(len(obs) // 256, 1)
@@ -513,8 +512,8 @@ def train(args: Args) -> dict:
         num_episodes = args.episodes_per_batch or EPISODES_PER_BATCH.get(args.env_id.split("-")[0], 20)
     reward_scale = 1 - args.gamma if post and args.gamma < 0.999 else 1.0
     num_envs = min(args.num_envs, num_episodes) if args.total_timesteps else 1
-    # A whole episode without a time limit gets that of evaluations, so that it ends.
-    make = partial(make_env, args.env_id, eval_episodes=int(args.num_steps == 0), time_feature=post)
+    # Where whole episodes are played, a task without a time limit gets that of evaluations, so that they end.
+    make = partial(make_env, args.env_id, eval_episodes=int(post or args.num_steps == 0), time_feature=post)
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
         update_threads = torch.get_num_threads() if post else 1  # the post's whole batches are shared by every core
@@ -527,7 +526,7 @@ def train(args: Args) -> dict:
         lr_scales = [network[2].out_features ** -0.5 if post else 1.0 for network in (agent.actor, agent.critic)]
         value_learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
         return_norm = RunningNorm(()).to(device)
-        # What the next iteration gets besides, saved as well: what adapts, and the batch on which V is fitted again.
+        # The next iteration needs these too, so they are saved: what adapts, and the last batch, for V's next fit.
         last_batch = torch.zeros(0, envs.obs.shape[1]), torch.zeros(0)
         carried = {"beta": args.beta, "lr_multiplier": 1.0, "batch": last_batch}
         to_save = SimpleNamespace(state_dict=carried.copy, load_state_dict=carried.update)
@@ -544,11 +543,11 @@ def train(args: Args) -> dict:
                 # Whole episodes make batches of any size: not a CUDA graph for each.
                 torch._inductor.config.triton.cudagraph_skip_dynamic_graphs = True
 
-        if post and args.norm_obs and run.iteration == 0:  # the scaler starts from 5 episodes that are not trained on
+        envs.reset()
+        if post and args.norm_obs and run.iteration == 0 < run.budget:  # the scaler begins with 5 episodes of its own
             obs, *_, taken, _ = collect(agent, draw, envs, device, num_episodes=5)
             agent.obs_norm.update(obs[taken])
         running_return = torch.zeros(num_envs, dtype=torch.float64, device=device)  # discounted
-        envs.reset()
 
         while run.global_step < run.budget:
             policy_lr = args.learning_rate * lr_scales[0] * carried["lr_multiplier"]
@@ -595,7 +594,8 @@ def train(args: Args) -> dict:
 
             # Log, save, evaluate.
             metrics["losses/explained_variance"] = 1 - (returns - values)[taken].var() / returns[taken].var()
-            metrics["losses/beta"] = beta
+            if args.objective.startswith("kl"):
+                metrics["losses/beta"] = beta
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(metrics, rollout_start, update_start)
             if args.eval_interval and run.iteration % args.eval_interval == 0 and run.global_step < run.budget:
@@ -919,7 +919,7 @@ class Run(AbstractContextManager):
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
             rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
-            print(self.changed, "the learning rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
+            print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
     def _write(self, name, state):

@@ -17,10 +17,12 @@ PPO's advantages come from a value function that was fitted to the batches of ea
     collect         num_envs x num_steps steps with pi_old
     value targets   R = V_old + A(V_old),   A(V): the advantages by GAE with the value function V
     value phase     update_epochs passes over the batch on   vf_coef * L_value,   L_value = 1/2 mean( (V(s) - R)^2 )
-    advantages      A(V_new): new values of every state, bootstrapped ones included, and GAE again
-    policy phase    update_epochs passes over the batch on   L_policy - ent_coef * entropy, clipped as in the base
+    advantages      A = A(V_new): new values of every state, bootstrapped ones included, and GAE again
+    policy phase    update_epochs passes over the batch on   L_policy - ent_coef * entropy,
+                    L_policy = -mean( min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) ),   ratio = pi(a|s) / pi_old(a|s)
 
---order phases keeps A(V_old) in the policy phase; --order joint is plain PPO, one phase with both losses in each step.
+--order joint is plain PPO: one phase, with both losses in each step. --order phases has two, but keeps A(V_old). With
+both networks apart it is joint with other random minibatches, unless --shared-update or --target-kl couples them.
 With --critic support V is the mean of a distribution p = softmax(critic(s)) over evenly spaced values z_1 ... z_n:
 
     V(s) = sum_k p_k(s) z_k,   L_value = -mean( sum_k two_hot(R)_k log p_k(s) )    (Schrittwieser et al. 2019, app. F)
@@ -29,16 +31,17 @@ Else as the base, ppo_mlp_gaussian.py, but
 
     setting       is CleanRL's for classic control (ppo.py): Discrete actions too, nothing but advantages normalised.
     clipping      is by the gradient norm of each network, not of both, and V's change is not clipped (--shared-update:
-                  as in the base). So a network takes the same steps in every order, as many and clipped alike.
+                  as in the base). So each network takes as many steps in every order, clipped alike.
     --target-kl   ends only phases that train the policy.
 
-So time limits bootstrap; statistics, where asked for, change after an update only, so the first iteration has 0 and 1;
-advantages are normalised in each minibatch; log pi_old is computed after the rollout; a resume begins new episodes.
+As there, time limits bootstrap; statistics, where asked for, change after an update only, so the first iteration has
+0 and 1; advantages are normalised in each minibatch; log pi_old is computed after the rollout; a resume begins new
+episodes.
 
-Source: George Ogden, "Advancements in PPO". Its text is value-first. Its code is --order phases --shared-update, as it
-never uses the new advantages; its time limits are deaths, and Adam's momentum moves the network that rests.
+Source: George Ogden, "Advancements in PPO". Its text is value-first. Its code never uses the new advantages: it is
+--order phases --shared-update, but its time limits count as deaths, and Adam's momentum moves the network that rests.
 
-Result:  CartPole-v1, 500 k steps, 10 seeds: mean return of the last 100 episodes 381 (seeds 168 to 500; joint 383,
+Result:  CartPole-v1, 500 k steps, 10 seeds: mean return of the last 100 episodes 381 (from 168 to 500; joint 383,
          phases 395); with --norm-reward 500 in every seed of every order.
 
 Run:     python ppo_value_first.py --env-id CartPole-v1
@@ -95,7 +98,7 @@ class Args:
     compile: bool = False  # compile minibatch_gradient, and the policy step where that helps (needs a C++ compiler)
     checkpoint_interval: int = 20  # iterations between checkpoints; 0: only at start and end and when stopped
     resume: str | None = None  # run directory or checkpoint.pt to go on from (--total-timesteps 0: to evaluate)
-    run_dir: str | None = None  # directory of the run; None: runs/{env_id}__{exp_name}__{seed}__{unix_time}
+    run_dir: str | None = None  # directory of the run; None: a new one in runs/, or that of --resume
     eval_episodes: int = 10  # greedy episodes in an evaluation; 0: no evaluation
     eval_interval: int = 0  # iterations between evaluations; 0: only at the end
 
@@ -238,11 +241,11 @@ class Agent(nn.Module):
         self.actor = mlp(obs_dim, outputs, 0.01)  # the small last layer starts every state with almost the same policy
         self.critic = mlp(obs_dim, args.support_atoms if args.critic == "support" else 1, 1.0)
         support = torch.linspace(args.support_min, args.support_max, args.support_atoms)
-        self.register_buffer("support", support if args.critic == "support" else None)
+        self.register_buffer("support", support if args.critic == "support" else None, persistent=False)
         if self.discrete:
             self.start = int(action_space.start)
         else:
-            self.actor.log_std = nn.Parameter(torch.zeros(outputs))  # the actor's, whose gradient norm it belongs to
+            self.actor.log_std = nn.Parameter(torch.zeros(outputs))  # in the actor, to be clipped with it
             self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
             self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
 
@@ -265,7 +268,7 @@ class Agent(nn.Module):
 
 
 def two_hot(values, support):
-    """[...] -> [..., atoms]: the distribution on the atoms next to each value, clamped, whose mean the value is."""
+    """[...] -> [..., atoms]: each value, clamped, as a distribution on its two nearest atoms with that mean."""
     last = len(support) - 1
     position = ((values - support[0]) / (support[-1] - support[0]) * last).clamp(0, last)  # counted in atoms
     return (1 - (position.unsqueeze(-1) - torch.arange(last + 1, device=support.device)).abs()).clamp(min=0)
@@ -301,7 +304,7 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
 
 @torch.no_grad()
 def estimate_advantages(agent, args, obs, followed, rewards, terminated, done):
-    """-> V of the normalised observations, and the advantages by it, both [num_steps, num_envs]"""
+    """-> V of normalised observations as it is now, and the advantages by it, both [num_steps, num_envs]"""
     values, next_values = agent.value(obs), agent.value(followed)
     return values, compute_gae(rewards, values, next_values, terminated, done, args.gamma, args.gae_lambda)
 
@@ -316,7 +319,7 @@ def discounted_returns(rewards, done, running, gamma):
 
 
 def minibatch_gradient(phase, agent, args, normed_obs, actions, log_probs, values, advantages, returns):
-    """In the phase "value", "policy" or "joint": sets the clipped gradient. -> log_ratio [minibatch], losses by name"""
+    """Sets the clipped gradient of a phase: "value", "policy" or "joint". -> log_ratio [minibatch], losses by name"""
     log_ratio, losses = torch.zeros_like(log_probs), {}
     if phase != "value":
         policy = agent.policy(normed_obs)
@@ -362,7 +365,7 @@ def update(agent, optimizer, gradient, args, batch):
     log_ratio = torch.cat(log_ratios)
     metrics = {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
     metrics["losses/old_approx_kl"] = -log_ratio.mean()
-    # Of KL(pi_old || pi) this estimate varies less: the k3 of Schulman, "Approximating KL Divergence".
+    # k3 of Schulman, "Approximating KL Divergence": the same KL(pi_old || pi) with less variance.
     metrics["losses/approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
     metrics["losses/clipfrac"] = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
     return metrics
@@ -417,7 +420,7 @@ def train(args: Args) -> dict:
             torch.set_num_threads(1)  # layers of 64 units are too small to share: a second thread slows them down
         torch.manual_seed(args.seed)
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
-        # One Adam is one for each network: it works element by element and skips what has no gradient in a phase.
+        # One Adam is as good as two: it works element by element and skips what has no gradient in a phase.
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
@@ -470,7 +473,7 @@ def train(args: Args) -> dict:
                 metrics = update(agent, optimizer, partial(gradient, "value"), args, batch)
                 new_values, new_advantages = estimate_advantages(agent, args, *rollout)
                 if args.order == "value-first":
-                    batch[4] = new_advantages.flatten()
+                    batch[4] = new_advantages.flatten()  # in place of the old
                 metrics |= update(agent, optimizer, partial(gradient, "policy"), args, batch)
                 metrics["losses/explained_variance_after"] = 1 - (returns - new_values).var() / returns.var()
                 metrics["losses/advantage_variance_ratio"] = new_advantages.var() / advantages.var()
@@ -809,7 +812,7 @@ class Run(AbstractContextManager):
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
             rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
-            print(self.changed, "the learning rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
+            print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
     def _write(self, name, state):

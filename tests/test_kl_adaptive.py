@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import gymnasium as gym
 import misbehaving  # noqa: F401 (registers the environments)
@@ -240,7 +241,7 @@ def test_whole_run_scaler_and_time():
         times = [obs[3]] + [env.step(np.zeros(2, np.float32))[0][3] for _ in range(3)]
         assert env.observation_space.contains(obs) and times == pytest.approx([0, 0.001, 0.002, 0.003])
     assert ppo.make_env("misbehaving:Healthy-v0").observation_space.shape == (3,)
-    scaler, x = ppo.WholeRunScaler(3), torch.randn(100, 3) * torch.tensor([1.0, 50.0, 0.3]) + 7
+    scaler, x = ppo.PostNorm(3), torch.randn(100, 3) * torch.tensor([1.0, 50.0, 0.3]) + 7
     scaler.update(x[:30])
     scaler.update(x[30:])
     expected = (x - x.mean(0)) / (x.std(0, correction=0) + 0.1) / 3
@@ -276,6 +277,7 @@ class Counting(gym.Env):
 def test_batch_is_the_first_episodes_that_started_and_they_are_whole():
     policy, seen, rested = Namespace(to_env=lambda actions: actions), [], 0
     with ppo.SubprocVecEnv(Counting, 3, 2, 5) as envs:
+        envs.reset()
         for _ in range(6):
             *columns, logged = ppo.collect(policy, lambda obs: obs[:, :1] * 0, envs, "cpu", num_episodes=7)
             obs, _, rewards, terminated, done, followed, taken = (x.numpy() for x in columns)
@@ -393,6 +395,22 @@ def test_value_targets_are_monte_carlo_returns_and_go_on_where_a_time_limit_cut(
     assert endings == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("flags", [{}, {"num_steps": 16}], ids=["batch", "scaler"])
+def test_whole_episodes_of_a_task_without_a_time_limit_end(flags, tmp_path, monkeypatch):
+    gym.register("Endless-v0", misbehaving.Misbehaving)
+    made = []
+
+    def spy(make, *_):
+        made.append(make())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo, "SubprocVecEnv", spy)
+    with pytest.raises(KeyboardInterrupt):
+        ppo.train(small_args(tmp_path / "run", env_id="Endless-v0", **flags))
+    gym.registry.pop("Endless-v0")
+    assert made[0].get_wrapper_attr("_max_episode_steps") == 27000
+
+
 def test_the_post_takes_a_time_limit_for_an_end(tmp_path, monkeypatch):
     calls, compute_gae = [], ppo.compute_gae
     monkeypatch.setattr(ppo, "compute_gae", lambda *inputs: calls.append(inputs) or compute_gae(*inputs))
@@ -472,6 +490,20 @@ def test_resume_restores_what_adapts_and_the_batch_that_is_replayed(whole_run, t
     carried, batch = saved["carried"], seen.updates[-1].batch
     assert (carried["beta"], carried["lr_multiplier"]) == (35, pytest.approx(1.5 ** -len(seen.updates)))
     assert differences(carried["batch"], (batch[0], batch[-1])) == []
+
+
+def test_an_evaluation_alone_leaves_the_statistics_even_before_the_first_iteration(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ppo, "compute_gae", Mock(side_effect=KeyboardInterrupt))
+        ppo.train(small_args(tmp_path / "run"))
+    saved = load(tmp_path / "run")
+    assert saved["iteration"] == saved["model"]["obs_norm.count"] == 0
+    counts, act = [], ppo.Agent.act
+    monkeypatch.setattr(
+        ppo.Agent, "act", lambda agent, obs: counts.append(agent.obs_norm.count.item()) or act(agent, obs)
+    )
+    ppo.train(resume(ppo, tmp_path / "run", total_timesteps=0, eval_episodes=1))
+    assert set(counts) == {0}
 
 
 def test_two_resumes_are_the_same_run_and_replay_the_saved_batch(whole_run, tmp_path, monkeypatch):

@@ -268,6 +268,8 @@ def record(name, flags, patch, run_dir):
         watch(patch, script.SubprocVecEnv, "receive", after_receive)
     else:
         watch(patch, script.SubprocVecEnv, "step", after_step)
+    if hasattr(script, "collect"):  # also of episodes that no advantages follow
+        watch(patch, script, "collect", lambda *_, **__: setattr(run, "begun", False))
     watch(patch, script, "compute_gae", after_gae)
     gradient = script.minibatch_gradient
     after_minibatch = lambda *call: run.rollouts[-1].minibatches.append(trained_on(gradient, *call))  # noqa: E731

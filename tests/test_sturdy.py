@@ -669,7 +669,7 @@ def test_every_flag_may_be_given_anew_and_what_follows_is_said(monkeypatch, tmp_
     output = capsys.readouterr().out
     assert_words(output, *(f"{name} was {old[name[2:].replace('-', '_')]}, is {value}" for name, value in pairs))
     was, now = (x.learning_rate * module.annealing(x, 3 * BATCH) for x in (types.SimpleNamespace(**old), args))
-    assert f"the learning rate was {was:.3g}, is {now:.3g}" in output
+    assert f"the annealed --learning-rate was {was:.3g}, is {now:.3g}" in output
     if old["anneal_lr"]:  # it was at its end
         assert was == 0 and now == pytest.approx(2e-3 * 2 / 5)
 

@@ -398,7 +398,15 @@ def test_discrete_run_resumes_and_evaluates(tmp_path):
         result = ppo.train(resume_args(ppo, directory, **changes))
         assert result["iterations"] == 5 and all(8 <= x <= 500 and x == int(x) for x in result["eval_returns"])
         models.append(load(directory)["model"])
-    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0]) and len(models[0]) == 13
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0]) and len(models[0]) == 12
+
+
+def test_a_support_given_anew_at_a_resume_is_used(monkeypatch, tmp_path):
+    ppo.train(small_args(ppo, tmp_path / "run", env_id="CartPole-v1", critic="support", **SIZES))
+    supports, two_hot = [], ppo.two_hot
+    monkeypatch.setattr(ppo, "two_hot", lambda values, support: supports.append(support) or two_hot(values, support))
+    ppo.train(resume_args(ppo, tmp_path / "run", total_timesteps=4 * 128, support_min=-50.0))
+    assert supports and all((x[0], x[-1], len(x)) == (-50, 110, 221) for x in supports)
 
 
 @pytest.mark.slow
