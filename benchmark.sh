@@ -82,11 +82,16 @@ suite() {
         sweep "${here}ppo_value_first.py" "HalfCheetah-v5 Hopper-v5 Walker2d-v5" 3 --order "$order" "${mujoco[@]}"
       done
       ;;
-    value-first-norm | value-first-shared) # rewards divided by the returns' standard deviation; CleanRL's update
-      local order flag=--norm-reward
-      if [[ $1 == value-first-shared ]]; then flag=--shared-update; fi
+    value-first-norm) # rewards divided by the returns' standard deviation; phases would be joint once more
+      local order
+      for order in joint value-first; do
+        sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order "$order" --norm-reward
+      done
+      ;;
+    value-first-shared) # CleanRL's update
+      local order
       for order in joint phases value-first; do
-        sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order "$order" "$flag"
+        sweep "${here}ppo_value_first.py" "CartPole-v1 Acrobot-v1" 10 --order "$order" --shared-update
       done
       ;;
     value-first-support)
