@@ -558,7 +558,7 @@ def train(args: Args) -> dict:
             for step, rows in product(range(args.num_steps + 1), halves):
                 now, before = (step, rows), (step - 1, rows)  # step 0 only acts, the last only receives
                 if step > 0:  # what followed the half's last actions; the other half still steps
-                    next_obs, rewards[before], terminated[before], truncated = (x[rows] for x in envs.receive())
+                    next_obs, rewards[before], terminated[before], truncated = envs.receive(rows)
                     first[rows] = done[before] = np.logical_or(terminated[before], truncated)
                     next_obs = np.where(first[rows, None], envs.final_obs[rows], next_obs)
                     followed[before] = torch.as_tensor(next_obs, device=device)
@@ -632,10 +632,10 @@ class Machine:
                 make_env = partial(getattr(self.script, name), *inputs, **flags)
                 self.envs = self.script.SubprocVecEnv(make_env, *self.inputs)
             self.envs.send(actions, rows=rows, **command)
-            outcome = self.envs.receive()
+            outcome = self.envs.receive(rows)
         except SystemExit as error:
             return str(error), None
-        return self.envs.episodes, [x[rows] for x in (*outcome, self.envs.final_obs)]
+        return self.envs.episodes, [*outcome, self.envs.final_obs[rows]]
 
 
 class RayVecEnv(AbstractContextManager):
@@ -682,13 +682,12 @@ class RayVecEnv(AbstractContextManager):
 
     def send(self, actions, rows=slice(None), **command):
         self.actions[rows] = actions
-        calls = [machine.step.remote(self.actions[part][rows], rows, **command) for part, _, machine in self.machines]
-        self.calls.append((rows, calls))
+        parts = [(machine, self.actions[part][rows]) for part, _, machine in self.machines]
+        self.calls.append([machine.step.remote(actions, rows, **command) for machine, actions in parts])
 
-    def receive(self):
-        self.episodes, (rows, calls) = [], self.calls.pop(0)
-        outcome = self.obs, self.rewards, self.terminated, self.truncated
-        for (part, host, _), call in zip(self.machines, calls):
+    def receive(self, rows=slice(None)):
+        self.episodes, outcome = [], (self.obs, self.rewards, self.terminated, self.truncated)
+        for (part, host, _), call in zip(self.machines, self.calls.pop(0)):
             try:
                 episodes, values = self.ray.get(call)
             except self.ray.exceptions.RayError as error:
@@ -699,7 +698,7 @@ class RayVecEnv(AbstractContextManager):
             self.episodes += [(part.start + i, *episode) for i, *episode in episodes]
             for array, value in zip((*outcome, self.final_obs), values):
                 array[part][rows] = value
-        return outcome
+        return [array[rows] for array in outcome]
 
     def __exit__(self, *_):
         self.ray.shutdown()
@@ -816,7 +815,7 @@ class SubprocVecEnv(AbstractContextManager):
     observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
     `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
     draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why. `step` is
-    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out, each valid alone."""
+    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None, first=0):
         if spaces is None:
@@ -869,8 +868,8 @@ class SubprocVecEnv(AbstractContextManager):
             with suppress(OSError):  # of a worker that died: noticed when it shall answer
                 os.write(connection.fileno(), command if rows.start is None else b"%d" % rows.start)  # a half
 
-    def receive(self):
-        self.episodes = []
+    def receive(self, rows=slice(None)):
+        self.episodes, ids = [], np.arange(self.num_envs)[rows]
         for part, connection, process in self.workers:
             try:
                 answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
@@ -881,9 +880,9 @@ class SubprocVecEnv(AbstractContextManager):
                 raise SystemExit(answer)
             self.episodes += answer
         for name, array in ("an observation", self.obs), ("an observation", self.final_obs), ("a reward", self.rewards):
-            if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array))).size:
-                raise SystemExit(f"environment {wrong[0, 0]} returned {name} that is not finite in {array.dtype}")
-        return self.obs, self.rewards, self.terminated, self.truncated
+            if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array[rows]))).size:
+                raise SystemExit(f"environment {ids[wrong[0, 0]]} returned {name} that is not finite in {array.dtype}")
+        return self.obs[rows], self.rewards[rows], self.terminated[rows], self.truncated[rows]
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""

@@ -654,7 +654,7 @@ def train(args: Args) -> dict:
             for step, rows in product(range(args.num_steps + 1), halves):
                 now, before, after = ((t, rows) for t in (step, step - 1, step + 1))
                 if step > 0:  # what followed the half's last actions; the other half still steps
-                    next_obs, rewards[before], terminated[before], truncated = (x[rows] for x in envs.receive())
+                    next_obs, rewards[before], terminated[before], truncated = envs.receive(rows)
                     next_first[rows] = done[before] = np.logical_or(terminated[before], truncated)
                     # Where an episode ended, its last observation followed. T: environments last, like done.
                     next_obs = np.where(done[before], envs.final_obs[rows].T, next_obs.T).T
@@ -814,7 +814,7 @@ class SubprocVecEnv(AbstractContextManager):
     observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
     `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
     draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why. `step` is
-    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out, each valid alone."""
+    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -867,8 +867,8 @@ class SubprocVecEnv(AbstractContextManager):
             with suppress(OSError):  # of a worker that died: noticed when it shall answer
                 os.write(connection.fileno(), command if rows.start is None else b"%d" % rows.start)  # a half
 
-    def receive(self):
-        self.episodes = []
+    def receive(self, rows=slice(None)):
+        self.episodes, ids = [], np.arange(self.num_envs)[rows]
         for part, connection, process in self.workers:
             try:
                 answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
@@ -879,9 +879,9 @@ class SubprocVecEnv(AbstractContextManager):
                 raise SystemExit(answer)
             self.episodes += answer
         for name, array in ("an observation", self.obs), ("an observation", self.final_obs), ("a reward", self.rewards):
-            if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array))).size:
-                raise SystemExit(f"environment {wrong[0, 0]} returned {name} that is not finite in {array.dtype}")
-        return self.obs, self.rewards, self.terminated, self.truncated
+            if array.dtype.kind == "f" and (wrong := np.argwhere(~np.isfinite(array[rows]))).size:
+                raise SystemExit(f"environment {ids[wrong[0, 0]]} returned {name} that is not finite in {array.dtype}")
+        return self.obs[rows], self.rewards[rows], self.terminated[rows], self.truncated[rows]
 
     def close(self, *_):
         """The workers close their environments and end; those that still live after two seconds are killed."""

@@ -80,16 +80,14 @@ def watch_steps(patch, envs_class, after):
     send, receive, sent, parts = envs_class.send, envs_class.receive, [], []
 
     def spy_send(envs, actions, active=True, rows=slice(None), **command):
-        sent.extend([] if command else [(rows, np.array(actions))])  # a command is a reset
+        sent.extend([] if command else [np.array(actions)])  # a command is a reset
         send(envs, actions, active, rows, **command)
 
-    def spy_receive(envs):
-        outcome = receive(envs)
+    def spy_receive(envs, rows=slice(None)):
+        outcome = receive(envs, rows)
         if sent:  # else this is what a reset gave
-            rows, actions = sent.pop(0)
-            parts.append(
-                (np.arange(envs.num_envs)[rows], *(x[rows].copy() for x in (*outcome, envs.final_obs)), actions)
-            )
+            which, actions = np.arange(envs.num_envs)[rows], sent.pop(0)
+            parts.append((which, *(x.copy() for x in (*outcome, envs.final_obs[rows])), actions))
             which, *seen = (np.concatenate(x) for x in zip(*parts))
             if len(which) == envs.num_envs:
                 parts.clear()

@@ -237,10 +237,11 @@ def record(name, flags, patch, run_dir):
             run.sent.append((rows, np.array(actions), np.broadcast_to(active, ENVS)[rows].copy(), run.draws))
             run.draws = []
 
-    def after_receive(outcome, envs):
+    def after_receive(outcome, envs, rows=slice(None)):
         if run.sent:  # else this is the answer to a reset
-            rows, actions, active, draws = run.sent.pop(0)
-            obs, rewards, terminated, truncated = (x[rows].copy() for x in outcome)
+            sent_rows, actions, active, draws = run.sent.pop(0)
+            assert sent_rows == rows
+            obs, rewards, terminated, truncated = (x.copy() for x in outcome)
             done = terminated | truncated
             followed = np.where(done[:, None], envs.final_obs[rows], obs)
             part = dict(obs=run.obs[rows].copy(), first=run.first[rows].copy(), followed=followed, done=done)

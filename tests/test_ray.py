@@ -106,8 +106,8 @@ def test_machines_share_the_environments_by_their_cores_and_each_is_what_it_is_o
                 for rows in HALVES * 25:
                     for x in (envs, plain):
                         x.send(actions[rows], rows=rows)
-                    pairs = zip((*envs.receive(), envs.final_obs), (*plain.receive(), plain.final_obs))
-                    assert all((x[rows] == y[rows]).all() for x, y in pairs) and envs.episodes == plain.episodes
+                    found, expected = ([*x.receive(rows), x.final_obs[rows]] for x in (envs, plain))
+                    assert all((x == y).all() for x, y in zip(found, expected)) and envs.episodes == plain.episodes
                     ended += envs.episodes
                 assert {env for env, *_ in ended} == set(range(13))
     finally:

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BATCH, SCRIPTS, TESTS, every, few, load, resume_args, scripts, small_args
-from misbehaving import Constant
+from misbehaving import FAULT_STEP, Constant
 
 base, flagship, comb, value_first, adaptive, recurrent = SCRIPTS.values()
 CONTINUOUS = [base, flagship, comb, value_first, adaptive]
@@ -227,6 +227,23 @@ def test_value_that_is_not_finite_is_the_environments_fault(tmp_path, module, en
     message = one_line(module.train, small_args(module, tmp_path / "run", 10, env))
     assert_words(message, f"environment 1 returned {name} that is not finite", f"--resume {tmp_path / 'run'}")
     assert_resumes(tmp_path / "run", module)
+
+
+@scripts(flagship, recurrent)
+def test_a_half_is_not_blamed_for_the_other_one_which_is_under_way(module):
+    make_env = partial(gym.make, "misbehaving:FinalObservationNotFinite-v0", max_episode_steps=1000)
+    with module.SubprocVecEnv(make_env, 4, 2, 1) as envs:
+        envs.reset()
+        for _ in range(FAULT_STEP - 1):
+            envs.step(np.zeros((4, 2)))
+        even, odd = slice(0, None, 2), slice(1, None, 2)  # the odd ones fail
+        for rows in even, odd:
+            envs.send(np.zeros((2, 2)), rows=rows)
+        while np.isfinite(envs.final_obs[odd]).all():
+            time.sleep(0.01)
+        envs.receive(even)
+        with pytest.raises(SystemExit, match="environment 1 returned an observation that is not finite in float32"):
+            envs.receive(odd)
 
 
 FLOATS, DOUBLES = gym.spaces.Box(-np.inf, np.inf, (3,)), gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
