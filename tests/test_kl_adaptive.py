@@ -234,7 +234,7 @@ def test_the_variance_learns_faster():
     torch.testing.assert_close(log_std + 0.5, -12e-3 / 2 * by_log_std.sign(), atol=1e-6, rtol=0)
 
 
-def test_whole_run_scaler_and_time():
+def test_post_norm_and_time():
     env = ppo.make_env("misbehaving:Healthy-v0", time_feature=True)
     for _ in range(2):
         obs, _ = env.reset(seed=1)
