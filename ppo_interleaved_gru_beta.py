@@ -682,8 +682,8 @@ class RayVecEnv(AbstractContextManager):
 
     def send(self, actions, rows=slice(None), **command):
         self.actions[rows] = actions
-        parts = [(machine, self.actions[part][rows]) for part, _, machine in self.machines]
-        self.calls.append([machine.step.remote(actions, rows, **command) for machine, actions in parts])
+        calls = [machine.step.remote(self.actions[part][rows], rows, **command) for part, _, machine in self.machines]
+        self.calls.append(calls)
 
     def receive(self, rows=slice(None)):
         self.episodes, outcome = [], (self.obs, self.rewards, self.terminated, self.truncated)
