@@ -430,27 +430,29 @@ def value_first(args):
 
 
 def gpu(args):
-    """Whole trainings on the GPU."""
+    """Whole trainings on the GPU, against the same on the CPU and compiled against eager."""
     import torch
 
     if not torch.cuda.is_available():
         print("## gpu\n\nThere is no GPU here.\n")
         return
-    runs = {"base, HalfCheetah-v5": ("ppo_mlp_gaussian", f"{SHARED_BATCH} --total-timesteps {2048 * 15}", 2048)}
-    runs["recurrent, Breakout"] = ("ppo_lstm_atari", f"--total-timesteps {1024 * 10}", 1024)
-    for num_envs in (32, 64, 128):
-        size = num_envs * args.flagship_steps
-        flags = f"--num-envs {num_envs} --num-steps {args.flagship_steps} --env-id Humanoid-v5"
-        flags += f" --total-timesteps {size * (args.flagship_iterations + 2)}"
-        runs[f"flagship, Humanoid-v5, {num_envs} environments"] = ("ppo_interleaved_gru_beta", flags, size)
-    contenders, shares = {}, {}
-    for run, (script, flags, size) in runs.items():
-        for name, flag in (f"{run}, eager", ""), (f"{run}, --compile", " --compile"):
+    flagship = f"--env-id Humanoid-v5 --num-envs 128 --num-steps {args.flagship_steps}"
+    runs = {
+        "base, HalfCheetah-v5": ("ppo_mlp_gaussian", SHARED_BATCH, 2048, 15),
+        "recurrent, Breakout": ("ppo_lstm_atari", "", 1024, 10),
+        "flagship, Humanoid-v5": ("ppo_interleaved_gru_beta", flagship, 128 * args.flagship_steps, 10),
+    }
+    contenders, rows, shares = {}, [], {}
+    for run, (script, flags, size, iterations) in runs.items():
+        for device, flag in {"CPU": "--no-cuda", "GPU": "", "GPU, --compile": "--compile"}.items():
+            name = f"{run}, {device}"
             shares[name] = []
-            contenders[name] = partial(run_script, script, flags + flag, size, None, shares[name])
+            command = f"{flags} --total-timesteps {size * iterations} {flag}"
+            contenders[name] = partial(run_script, script, command, size, None, shares[name])
+        rows += [(f"{run}, GPU", f"{run}, CPU", None), (f"{run}, GPU, --compile", f"{run}, GPU", None)]
     speeds = compare(args.rounds, contenders)
-    print("## gpu: whole trainings\n")
-    table(speeds, [(f"{run}, --compile", f"{run}, eager", None) for run in runs])
+    print(f"## gpu: whole trainings, {torch.cuda.get_device_name()} and {CORES} cores\n")
+    table(speeds, rows)
     print_shares(shares)
 
 
