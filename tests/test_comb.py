@@ -145,12 +145,18 @@ def test_no_random_number_leads_out_of_the_bounds_or_to_a_tooth_without_mass(mon
     comb = apart(torch.cat([rows(*EVERY).float(), 10 * rows("steep", "cliff", "first tooth").float()]))
     numbers = torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-24])  # torch.rand's least and largest among them
     for pair in torch.cartesian_prod(numbers, numbers):
-        monkeypatch.setattr(torch, "rand_like", lambda x, pair=pair: pair.expand(x.shape))
+
+        def rand_like(x, pair=pair):
+            noise = numbers[torch.randint(len(numbers), x.shape)].where(torch.rand(x.shape) < 0.2, torch.rand(x.shape))
+            noise[..., :2] = pair
+            return noise
+
+        monkeypatch.setattr(torch, "rand_like", rand_like)
         samples = torch.stack([comb.sample() for _ in range(20)])
         assert (samples >= comb.low).all() and (samples <= comb.high).all()  # and no NaN
         assert comb.log_prob(samples).isfinite().all()
         if abs(pair.sum() - 1) <= 0.5:  # not at the end of a tooth's triangle, where the density may be 0
-            assert (comb.log_prob(samples) > -25).all()
+            assert (comb.log_prob(samples) > -30).all()
 
 
 @pytest.mark.parametrize("name", EVERY)
