@@ -96,7 +96,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run directory's name
     seed: int = 1  # seed of the networks, the sampling and the environments
     torch_deterministic: bool = True  # deterministic cuDNN algorithms
-    cuda: bool = True  # use a GPU where there is one (networks as small as these may be faster with --no-cuda)
+    cuda: bool = True  # use a GPU where there is one
     track: bool = False  # send the curves to Weights & Biases too (pip install wandb)
     wandb_project_name: str = "ppo"  # the project there
     wandb_entity: str | None = None  # the entity (team) there
