@@ -52,7 +52,7 @@ def small_args(module, directory, iterations=3, env="Healthy", **changes):
 
 
 def load(directory):
-    return torch.load(directory / "checkpoint.pt", weights_only=True)
+    return torch.load(directory / "checkpoint.pt", weights_only=True, map_location="cpu")
 
 
 def resume_args(module, path, **changes):

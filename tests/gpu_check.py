@@ -178,7 +178,7 @@ def check_checkpoint(module, directory):
 
         with replaced(module.Run, begin=spy):
             module.train(resume_args(module, directory, total_timesteps=iterations * conftest.BATCH, cuda=cuda))
-        assert all(torch.equal(loaded[name], value.cpu()) for name, value in before.items())
+        assert all(torch.equal(loaded[name], value) for name, value in before.items())
 
 
 def main():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import load
 from conftest import resume_args as resume
-from test_resume import differences, trained
+from test_resume import differences, points, trained
 
 import plot_runs
 import ppo_kl_adaptive as ppo
@@ -206,6 +206,7 @@ def test_a_fixed_beta_stays_until_another_is_given(objective, tmp_path, monkeypa
     ppo.train(resume(ppo, directory, beta=7.0, total_timesteps=load(directory)["global_step"] + 1))
     fixed = [3.0] * first + [7.0]
     assert betas == pytest.approx(fixed if objective == "kl-fixed" else [3 * 1.5**i for i in range(first + 1)])
+    assert [beta for _, beta in points(directory)["losses/beta"]] == pytest.approx(betas)
 
 
 # The post's networks
@@ -587,7 +588,7 @@ def test_the_papers_clipped_objective_is_the_base(tmp_path, monkeypatch):
     ppo.train(paper_args(**sizes, objective="clip", run_dir=str(tmp_path / "run")))
     expected, found = load(tmp_path / "base")["model"], load(tmp_path / "run")["model"]
     found["log_std"] = found.pop("log_std_copies")[0]
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys() and "losses/beta" not in points(tmp_path / "run")
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
 
