@@ -149,9 +149,10 @@ class Comb:
 
     def sample(self):
         """-> [..., act_dim]: a tooth by its mass, then a point of the triangle around it, folded in at the bounds."""
-        noise = torch.rand_like(nn.functional.pad(self.log_mass, (2, 0)))  # compiled code may reorder two draws
+        # One draw: compiled code may reorder two. A 0 would rule its tooth out, even the only one with mass.
+        noise = torch.rand_like(nn.functional.pad(self.log_mass, (2, 0))).clamp(min=1e-9)
         u, v = noise[..., 0], noise[..., 1]
-        tooth = (self.log_mass - (-noise[..., 2:].clamp(min=1e-9).log()).log()).argmax(-1)  # Gumbel-max
+        tooth = (self.log_mass - (-noise[..., 2:].log()).log()).argmax(-1)  # Gumbel-max
         if self.as_coded:  # p_k all over piece k; the last piece gets the last tooth's p too
             return self.at(tooth.clamp(max=self.pieces - 1) + u)
         return self.at(self.pieces - (self.pieces - (tooth + u + v - 1).abs()).abs())

@@ -436,19 +436,19 @@ def gpu(args):
     if not torch.cuda.is_available():
         print("## gpu\n\nThere is no GPU here.\n")
         return
-    flagship = f"--env-id Humanoid-v5 --num-envs 128 --num-steps {args.flagship_steps}"
+    humanoid = f"--env-id Humanoid-v5 --num-envs 128 --num-steps {args.flagship_steps}"
     runs = {
         "base, HalfCheetah-v5": ("ppo_mlp_gaussian", SHARED_BATCH, 2048, 15),
         "recurrent, Breakout": ("ppo_lstm_atari", "", 1024, 10),
-        "flagship, Humanoid-v5": ("ppo_interleaved_gru_beta", flagship, 128 * args.flagship_steps, 10),
+        "flagship, Humanoid-v5": ("ppo_interleaved_gru_beta", humanoid, 128 * args.flagship_steps, 10),
     }
     contenders, rows, shares = {}, [], {}
     for run, (script, flags, size, iterations) in runs.items():
         for device, flag in {"CPU": "--no-cuda", "GPU": "", "GPU, --compile": "--compile"}.items():
             name = f"{run}, {device}"
             shares[name] = []
-            command = f"{flags} --total-timesteps {size * iterations} {flag}"
-            contenders[name] = partial(run_script, script, command, size, None, shares[name])
+            run_flags = f"{flags} --total-timesteps {size * iterations} {flag}"
+            contenders[name] = partial(run_script, script, run_flags, size, None, shares[name])
         rows += [(f"{run}, GPU", f"{run}, CPU", None), (f"{run}, GPU, --compile", f"{run}, GPU", None)]
     speeds = compare(args.rounds, contenders)
     print(f"## gpu: whole trainings, {torch.cuda.get_device_name()} and {CORES} cores\n")

@@ -34,7 +34,7 @@ OTHER_DOCSTRINGS = {
 }
 LONGEST = {
     "ppo_mlp_gaussian.py": 845,
-    "ppo_comb_dist.py": 850,
+    "ppo_comb_dist.py": 851,
     "ppo_value_first.py": 915,
     "ppo_kl_adaptive.py": 1022,
     "ppo_lstm_atari.py": 1125,
