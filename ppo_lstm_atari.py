@@ -47,7 +47,7 @@ Source:  "Advancements in PPO" (George Ogden), third experiment: LSTM against GR
          the setting of CleanRL's ppo_atari_lstm.py (where time limits are deaths, and action 2 is pressed after FIRE).
 
 Result:  Pong, 3 M steps, mean return of 30 games: GRU 19.4, LSTM 19.1 (one seed each). CartPole-v1 with
-         --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds each: GRU 477, LSTM 474.
+         --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds each: GRU 479, LSTM 481.
 
 Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru --total-timesteps 3000000 --eval-episodes 30
          python ppo_lstm_atari.py --env-id Hopper-v5 --mask-velocity --norm-obs --norm-reward
