@@ -137,14 +137,15 @@ suite() {
       done
       ;;
     recurrent-memory) # hidden velocities: both cells, a memory that forgets, and the base with and without velocities
-      local recurrent=${here}ppo_lstm_atari.py novel=results.memory_tasks: setting=(--num-envs 16 --num-minibatches 16
-        --update-epochs 10 --clip-coef 0.2 --ent-coef 0 --norm-obs --norm-reward --mask-velocity)
-      local pendulum=("${setting[@]}" --total-timesteps 100000 --num-steps 256 --learning-rate 1e-3 --gamma 0.9
-        --no-clip-vloss --eval-episodes 100)
+      local recurrent=${here}ppo_lstm_atari.py novel=results.memory_tasks: setting=(--update-epochs 10 --clip-coef 0.2
+        --ent-coef 0 --learning-rate 1e-3 --norm-obs --norm-reward --mask-velocity)
+      local pendulum=("${setting[@]}" --total-timesteps 100000 --num-envs 16 --num-steps 256 --num-minibatches 16
+        --gamma 0.9 --no-clip-vloss --eval-episodes 100)
       sweep "$recurrent" Pendulum-v1 5 "${pendulum[@]}"
       sweep "$recurrent" Pendulum-v1 5 "${pendulum[@]}" --rnn gru
       sweep "${here}results/memory_tasks.py" Pendulum-v1 5 "${pendulum[@]}" --exp-name forgetful
-      sweep "$recurrent" "Hopper-v5 Ant-v5" 3 "${setting[@]}" --total-timesteps 1000000 --learning-rate 3e-4
+      sweep "$recurrent" "Hopper-v5 Ant-v5" 3 "${setting[@]}" --total-timesteps 1000000 --num-envs 64 --num-steps 32 \
+        --num-minibatches 8
       sweep "${here}ppo_mlp_gaussian.py" "Hopper-v5 Ant-v5 ${novel}Hopper-NoVel-v5 ${novel}Ant-NoVel-v5" 3 --compile
       ;;
     recurrent-hand) # Gymnasium-Robotics' Shadow hand: does a memory help, and does it adapt to other dynamics?
