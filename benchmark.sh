@@ -149,8 +149,8 @@ suite() {
       sweep "${here}ppo_mlp_gaussian.py" "Hopper-v5 Ant-v5 ${novel}Hopper-NoVel-v5 ${novel}Ant-NoVel-v5" 3 --compile
       ;;
     recurrent-hand) # Gymnasium-Robotics' Shadow hand: does a memory help, and does it adapt to other dynamics?
-      local task=gymnasium_robotics:HandReachDense-v3 setting=(--total-timesteps 500000 --num-envs 16 --num-steps 128
-        --num-minibatches 16 --update-epochs 10 --learning-rate 3e-4 --gamma 0.95 --clip-coef 0.2 --ent-coef 0
+      local task=gymnasium_robotics:HandReachDense-v3 setting=(--total-timesteps 500000 --num-envs 64 --num-steps 32
+        --num-minibatches 8 --update-epochs 10 --learning-rate 1e-3 --gamma 0.95 --clip-coef 0.2 --ent-coef 0
         --norm-obs --norm-reward --eval-episodes 100)
       sweep "${here}ppo_lstm_atari.py" "$task" 3 "${setting[@]}"
       sweep "${here}ppo_lstm_atari.py" "$task" 3 "${setting[@]}" --randomise
