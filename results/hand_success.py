@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo_lstm_atari
+from results.memory_tasks import Forgetful
 
 
 def play(script, agent, env_id, randomise, num_episodes):
@@ -53,7 +54,8 @@ def main():
         saved = torch.load(run / "checkpoint.pt", weights_only=True, map_location="cpu")
         flags = module.Args(**saved["args"])
         env = ppo_lstm_atari.make_env(flags.env_id)
-        agent = module.Agent(env.observation_space, env.action_space, flags)
+        agent_class = Forgetful if flags.exp_name == "forgetful" else module.Agent
+        agent = agent_class(env.observation_space, env.action_space, flags)
         agent.load_state_dict(saved["model"])
         for randomise in (False, True):
             returns, successes = play(script, agent, flags.env_id, randomise, args.episodes)
