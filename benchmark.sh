@@ -51,7 +51,7 @@ sweep() {
 }
 
 # The suites: the runs behind the tables of docs/.
-suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent recurrent-memory recurrent-hand interleaved interleaved-ablations"
+suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent recurrent-memory recurrent-hand humanoid-4m h1 h1hand interleaved interleaved-ablations"
 suite() {
   case $1 in
     base)
@@ -158,28 +158,43 @@ suite() {
       sweep "${here}results/memory_tasks.py" "$task" 3 "${setting[@]}" --exp-name forgetful --randomise
       sweep "${here}ppo_mlp_gaussian.py" "$task" 3 "${setting[@]}"
       ;;
-    interleaved)
+    humanoid-4m) sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 4000000 ;;
+    h1) # HumanoidBench without hands, one setting for all
+      local task tasks="walk stand run sit_simple sit_hard crawl reach hurdle pole stair balance_simple balance_hard maze"
+      for task in $tasks slide; do
+        sweep "${here}ppo_interleaved_gru_beta.py" "h1-$task-v0" 2 --total-timesteps 2000000
+      done
+      ;;
+    h1hand)
+      local flagship=${here}ppo_interleaved_gru_beta.py
+      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 5000000
+      sweep "$flagship" h1hand-walk-v0 1 --total-timesteps 6000000
+      ;;
+    interleaved) # the flagship as it was first: four large steps an iteration
       local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py value
-      sweep "$flagship" h1hand-walk-v0 3 --vf-coef 0.3
-      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 2000000 \
-        --vf-coef 0.3
+      local first=(--update-epochs 2 --num-minibatches 2 --learning-rate)
+      sweep "$flagship" h1hand-walk-v0 3 "${first[@]}" 1e-3 --vf-coef 0.3
+      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 "${first[@]}" 1e-3 \
+        --total-timesteps 2000000 --vf-coef 0.3
       # the first arm of the ablations, for twice as long
-      sweep "$flagship" h1-walk-v0 3 --total-timesteps 2000000 --learning-rate 2e-3 --no-anneal-lr --vf-coef 0.3
-      for value in 0.3 2 5; do sweep "$flagship" Humanoid-v5 3 --total-timesteps 1000000 --vf-coef "$value"; done
+      sweep "$flagship" h1-walk-v0 3 "${first[@]}" 2e-3 --total-timesteps 2000000 --no-anneal-lr --vf-coef 0.3
+      for value in 0.3 2 5; do
+        sweep "$flagship" Humanoid-v5 3 "${first[@]}" 1e-3 --total-timesteps 1000000 --vf-coef "$value"
+      done
       # the base as it is, and in the setting of HumanoidBench's own PPO
       sweep "$base" h1hand-walk-v0 1 --total-timesteps 1000000
       sweep "$base" h1hand-walk-v0 1 --exp-name humanoidbench_ppo --total-timesteps 1000000 --num-envs 4 \
         --num-steps 2048 --num-minibatches 16 --learning-rate 3e-5 --no-anneal-lr --no-norm-obs --no-norm-reward \
         --no-clip-vloss --vf-coef 1
       ;;
-    interleaved-ablations) # what the flagship is made of, and what it makes of the benchmark's tasks
-      local part
+    interleaved-ablations) # what it was made of then, and what it makes of the benchmark's tasks
+      local part first=(--update-epochs 2 --num-minibatches 2 --learning-rate)
       for part in "" "--vf-coef 0.3" "--vf-coef 0.3 --window 1" "--vf-coef 0.3 --no-interleave" \
         "--vf-coef 0.3 --state-coef 0" "--vf-coef 0.3 --separate-critic" "--vf-coef 0.3 --beta-head alpha" \
         "--vf-coef 0.3 --no-pose-actions" "--vf-coef 0.3 --stall-steps 0"; do
         # shellcheck disable=SC2086  # a part is several words, or none
-        sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 --total-timesteps 1000000 \
-          --learning-rate 2e-3 --no-anneal-lr $part
+        sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 "${first[@]}" 2e-3 --total-timesteps 1000000 \
+          --no-anneal-lr $part
       done
       # the base's Gaussian in the flagship's setting: its noise of 0.15 in actions from -1 to 1, its weight of the value
       sweep "${here}ppo_mlp_gaussian.py" results.pose_tasks:h1-walk-pose-v0 3 --total-timesteps 1000000 --num-envs 32 \
