@@ -160,8 +160,9 @@ suite() {
       ;;
     humanoid-4m) sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v5 3 --total-timesteps 4000000 --compile ;;
     h1) # HumanoidBench without hands, one setting for all
-      local task tasks="walk stand run sit_simple sit_hard crawl reach hurdle pole stair balance_simple balance_hard maze"
-      for task in $tasks slide; do
+      local task
+      for task in walk stand run sit_simple sit_hard crawl reach hurdle pole stair balance_simple balance_hard maze \
+        slide; do
         sweep "${here}ppo_interleaved_gru_beta.py" "h1-$task-v0" 2 --total-timesteps 2000000 --compile
       done
       ;;
