@@ -1,6 +1,6 @@
 """How near trained policies come to the goal, with the dynamics as they are and with randomised ones.
 
-    python results/hand_success.py runs/HandReachDense*
+    python results/hand_success.py runs/*HandReachDense*
 
 plays, for each run of `ppo_lstm_atari.py` or `ppo_mlp_gaussian.py` on a task of Gymnasium-Robotics, 100 greedy episodes
 of each kind, the same ones for every policy. The last reward of HandReachDense is minus the distance to the goal, in
