@@ -366,7 +366,10 @@ def train(args: Args) -> dict:
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
         return_norm = RunningNorm(()).to(device)
+        fixed_log_std = agent.log_std.data.clone()
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
+        if args.fixed_std is not None:  # a resume may give it anew
+            agent.log_std.data.copy_(fixed_log_std)
 
         def draw(obs):
             return agent.policy(agent.obs_norm(obs)).sample()

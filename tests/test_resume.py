@@ -130,6 +130,16 @@ def test_every_tensor_coefficient_and_random_state_is_restored(module, copied, m
     assert not (directory / "result.json").exists()  # which says that a run has ended: this one goes on
 
 
+def test_a_fixed_std_given_anew_at_a_resume_is_used(copied):
+    directory, stds = copied(base), []  # a run that learned it for 3 iterations
+    for iterations, fixed_std in ((4, 0.05), (5, 0.1), (6, None)):  # fractions of the action range
+        base.train(resume_args(base, directory, total_timesteps=iterations * BATCH, fixed_std=fixed_std))
+        stds.append(load(directory)["model"]["log_std"].exp())
+    torch.testing.assert_close(stds[0] * 2, stds[1])
+    torch.testing.assert_close(stds[0], torch.full((2,), 0.1))
+    assert (stds[2] != stds[1]).all()
+
+
 @few(base, recurrent)
 def test_two_resumes_of_one_checkpoint_are_the_same_run(module, copied):
     checkpoints = []
