@@ -277,7 +277,8 @@ def draw(runs, references, axis, out):
             panel.legend(fontsize=8, loc="best", framealpha=0.6)
         panel.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]))
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
-        panel.set(title=env_id, xlabel="environment steps" if axis == "steps" else "minutes", ylabel="episodic return")
+        panel.set(title=env_id.split(":")[-1], ylabel="episodic return")
+        panel.set(xlabel="environment steps" if axis == "steps" else "minutes")
         panel.grid(alpha=0.25)
     for panel in list(panels.flat)[len(environments) :]:
         panel.set_visible(False)
