@@ -40,8 +40,8 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
                    first iteration has 0, 1), advantages are normalised in each minibatch, episodes go on from batch
                    to batch, a resume begins new ones.
 
-Result:  greedy, 3 seeds, with the settings it had first, those of h1hand-walk-v0 in ./benchmark.sh interleaved:
-         h1hand-walk-v0, 10 M steps: 917, 927, 934 (FastTD3: 928; DreamerV3, in training: 736).
+Result:  h1hand-walk-v0, greedy after 10 M steps, 3 seeds: 917, 927, 934 (FastTD3: 928; DreamerV3, in training: 736),
+         with the settings it had first, those of ./benchmark.sh interleaved.
 
 Run:     python ppo_interleaved_gru_beta.py --env-id h1hand-walk-v0      (or --env-id Humanoid-v5)
 Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
