@@ -586,13 +586,14 @@ def test_a_published_curve_is_drawn_over_steps_as_far_as_the_runs_reach(tmp_path
 
 def test_what_is_published_far_outside_is_named_and_does_not_flatten_the_curves(tmp_path):
     points = np.array([[step, step / 60, step / 100] for step in range(0, 1001, 10)])  # returns of 0 to 10
-    runs = [plot_runs.Run(tmp_path, "A-v0", 1, {}, points, "finished", 1.0, math.nan, "ours")]
+    runs = [plot_runs.Run(tmp_path, "module:A-v0", 1, {}, points, "finished", 1.0, math.nan, "ours")]
     curve = {"label": "curve", "curve": [[0, 5.0], [1000, 900.0]]}
-    references = {"A-v0": [{"label": "near", "return": 15.0}, {"label": "far", "return": 657.0}, curve]}
+    references = {"module:A-v0": [{"label": "near", "return": 15.0}, {"label": "far", "return": 657.0}, curve]}
     plot_runs.draw(runs, references, "steps", tmp_path / "figure.png")
     panel = plot_runs.plt.gcf().axes[0]
     assert [text.get_text() for text in panel.get_legend().get_texts()] == ["near", "far: 657", "curve"]
     assert 15 < panel.get_ylim()[1] < 25
+    assert panel.get_title() == "A-v0"  # the module would not fit
 
 
 def test_cleanrl_runs_unfinished_ones_and_the_figure(tmp_path, capsys, monkeypatch):
