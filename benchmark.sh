@@ -175,7 +175,8 @@ suite() {
       ;;
     interleaved) # the flagship as it was first: four large steps an iteration
       local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py value
-      local first=(--update-epochs 2 --num-minibatches 2 --gamma 0.995 --gae-lambda 0.95 --learning-rate)
+      local first=(--update-epochs 2 --num-minibatches 2 --gamma 0.995 --init-gamma 0.995 --gae-lambda 0.95
+        --learning-rate)
       sweep "$flagship" h1hand-walk-v0 3 "${first[@]}" 1e-3 --vf-coef 0.3
       sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 "${first[@]}" 1e-3 \
         --total-timesteps 2000000 --vf-coef 0.3
@@ -191,7 +192,8 @@ suite() {
         --no-clip-vloss --vf-coef 1
       ;;
     interleaved-ablations) # what it was made of then, and what it makes of the benchmark's tasks
-      local part first=(--update-epochs 2 --num-minibatches 2 --gamma 0.995 --gae-lambda 0.95 --learning-rate)
+      local part first=(--update-epochs 2 --num-minibatches 2 --gamma 0.995 --init-gamma 0.995 --gae-lambda 0.95
+        --learning-rate)
       for part in "" "--vf-coef 0.3" "--vf-coef 0.3 --window 1" "--vf-coef 0.3 --no-interleave" \
         "--vf-coef 0.3 --state-coef 0" "--vf-coef 0.3 --separate-critic" "--vf-coef 0.3 --beta-head alpha" \
         "--vf-coef 0.3 --no-pose-actions" "--vf-coef 0.3 --stall-steps 0"; do

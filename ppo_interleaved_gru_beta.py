@@ -117,7 +117,8 @@ class Args:
     update_epochs: int = 4  # passes over the batch in an iteration
     num_minibatches: int = 8  # minibatches an epoch
     learning_rate: float = 3e-4  # Adam's learning rate
-    gamma: float = 0.98  # discount factor
+    gamma: float = 0.99  # discount factor
+    init_gamma: float = 0.97  # discount factor at first; it goes linearly to --gamma at --total-timesteps
     gae_lambda: float = 0.9  # lambda of generalized advantage estimation
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective
     ent_coef: float = 0.001  # weight of the entropy bonus
@@ -150,7 +151,7 @@ class Args:
 
 PRESETS = {  # what --preset puts in place of the defaults above
     "default": {},
-    "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "gamma": 0.99}
+    "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "init_gamma": 0.99}
     | {"ent_coef": 0.05, "max_grad_norm": 0.5, "norm_reward": False, "reward_scale": 0.25, "beta_head": "alpha"}
     | {"gae_lambda": 0.95, "init_std": 0.48, "pose_actions": False, "stall_steps": 0, "vf_coef": 0.3}
     | {"learning_rate": 4e-5, "hidden_size": 512, "entropy_mean": True},  # from its authors' code, not the paper
@@ -548,6 +549,8 @@ def train(args: Args) -> dict:
 
         while run.global_step < run.budget:
             optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
+            # A short horizon learns to walk soon, a long one not to fall.
+            gamma = args.init_gamma + (args.gamma - args.init_gamma) * run.global_step / args.total_timesteps
 
             # Collect. The policy and the observation statistics stay as they are in the meantime.
             rollout_start = time.perf_counter()
@@ -586,7 +589,7 @@ def train(args: Args) -> dict:
                 ending = (x[ends] for x in (normed, past, num_before))  # windows [B, ...]; `past` has a_t already
                 output, _, current = agent.read(*slide(*ending, agent.obs_norm(followed[ends]), first=False))
                 next_values[ends] = agent.value(output, current)
-                advantages = compute_gae(scaled, values, next_values, terminated, done, args.gamma, args.gae_lambda)
+                advantages = compute_gae(scaled, values, next_values, terminated, done, gamma, args.gae_lambda)
                 returns = advantages + values
 
             # Update, then let the statistics see the rollout.
@@ -595,7 +598,7 @@ def train(args: Args) -> dict:
             if args.norm_obs:
                 agent.obs_norm.update(obs)
             if args.norm_reward:
-                return_norm.update(discounted_returns(rewards.double(), done, running_return, args.gamma))
+                return_norm.update(discounted_returns(rewards.double(), done, running_return, gamma))
             torch.set_num_threads(1)
 
             # Log, save, evaluate.
@@ -899,7 +902,7 @@ def check_args(args):
     """Ends with one line where a value makes no sense. What is an int, or named like a rate, is 0 or more."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
-        high = {"gamma": 1, "gae_lambda": 1, "seed": 2**64 - 1}.get(name, np.inf)
+        high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
         limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
         if limited and value is not None and not low <= value <= high:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")

@@ -691,7 +691,7 @@ def check_args(args):
     """Ends with one line where a value makes no sense. What is an int, or named like a rate, is 0 or more."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
-        high = {"gamma": 1, "gae_lambda": 1, "seed": 2**64 - 1}.get(name, np.inf)
+        high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
         limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
         if limited and value is not None and not low <= value <= high:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")

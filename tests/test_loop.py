@@ -286,14 +286,21 @@ def moments(seen, shape):
     return [np.mean(seen, 0), np.var(seen, 0), len(seen)] if seen else [np.zeros(shape), np.ones(shape), 0]
 
 
+def discount(args, iteration):
+    """The flagship's goes from --init-gamma to --gamma, linearly in the steps that were taken before the iteration."""
+    first = getattr(args, "init_gamma", args.gamma)
+    return first + (args.gamma - first) * iteration * args.num_envs * args.num_steps / args.total_timesteps
+
+
 def expect_statistics(run):
     """Those of observations and of discounted returns, before each rollout and at the end."""
     obs, returns, running = [], [], np.zeros(ENVS)
     run.expected_statistics = [(moments([], run.obs.shape[1:]), moments([], ()))]
     for rollout in run.rollouts:
         obs.extend(rollout.obs[rollout.active].astype(np.float64))
+        gamma = discount(run.args, len(run.expected_statistics) - 1)
         for first, rewards in zip(rollout.first, rollout.rewards * getattr(run.args, "reward_scale", 1.0)):
-            running = np.where(first, 0.0, running * run.args.gamma) + rewards
+            running = np.where(first, 0.0, running * gamma) + rewards
             returns.extend(running)
         run.expected_statistics.append((moments(obs, ()), moments(returns, ())))
 
@@ -375,7 +382,7 @@ def test_values_are_of_what_was_seen_and_of_what_followed(run):
 def test_rewards_and_ends_are_the_environments(run):
     args = run.args
     limits_are_ends = is_post(args) and not args.bootstrap_time_limit
-    for rollout, (_, (_, var, _)) in zip(run.rollouts, run.expected_statistics):
+    for iteration, (rollout, (_, (_, var, _))) in enumerate(zip(run.rollouts, run.expected_statistics)):
         rewards = rollout.rewards * getattr(args, "reward_scale", 1 - args.gamma if is_post(args) else 1)
         if args.norm_reward:
             rewards = np.clip(rewards / np.sqrt(var + 1e-8), -10, 10)
@@ -383,7 +390,8 @@ def test_rewards_and_ends_are_the_environments(run):
             close(call.rewards, rewards)
             assert np.array_equal(call.done, rollout.done)
             assert np.array_equal(call.terminated, rollout.done if limits_are_ends else rollout.terminated)
-            assert call.coefficients == (args.gamma, 1.0 if is_post(args) and i == 1 else args.gae_lambda)
+            gae_lambda = 1.0 if is_post(args) and i == 1 else args.gae_lambda
+            assert call.coefficients == (discount(args, iteration), gae_lambda)
 
 
 def test_statistics_are_of_everything_seen_before_the_iteration(run):

@@ -349,6 +349,7 @@ def test_presets_are_defaults_that_flags_override(monkeypatch):
     assert parse() == ppo.Args() == ppo.Args(**ppo.PRESETS["default"])
     paper = ppo.Args(**ppo.PRESETS["paper"])
     assert parse("--preset", "paper") == parse("--preset=paper") == paper and paper.hidden_size == 512
+    assert paper.init_gamma == paper.gamma == 0.99
     assert parse("--preset", "paper", "--gamma", "0.9") == ppo.Args(**ppo.PRESETS["paper"] | {"gamma": 0.9})
     with pytest.raises(SystemExit, match="--preset Paper: must be one of default, paper"):
         ppo.train(parse("--preset", "Paper"))
