@@ -31,6 +31,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the mode       is an output, where the paper has alpha and beta. At the first noise, Beta(22, 22), a unit of output
                    moves the mean by 3 standard deviations; a unit of alpha, or of beta, by 0.15.
     the noise      is small from the start, and its c does not depend on the state.
+    the discount   rises over the run, from --init-gamma to --gamma.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
                    Episodes of robots that lie there and earn nothing are cut in training, as by a time limit.
