@@ -31,7 +31,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the mode       is an output, where the paper has alpha and beta. At the first noise, Beta(22, 22), a unit of output
                    moves the mean by 3 standard deviations; a unit of alpha, or of beta, by 0.15.
     the noise      is small from the start, and its c does not depend on the state.
-    the discount   rises over the run, from --init-gamma to --gamma.
+    the discount   rises over the run's first half, from --init-gamma to --gamma.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
                    Episodes of robots that lie there and earn nothing are cut in training, as by a time limit.
@@ -119,7 +119,7 @@ class Args:
     num_minibatches: int = 8  # minibatches an epoch
     learning_rate: float = 3e-4  # Adam's learning rate
     gamma: float = 0.99  # discount factor
-    init_gamma: float = 0.97  # discount factor at first; it goes linearly to --gamma at --total-timesteps
+    init_gamma: float = 0.97  # discount factor at first; it goes linearly to --gamma at half of --total-timesteps
     gae_lambda: float = 0.9  # lambda of generalized advantage estimation
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective
     ent_coef: float = 0.001  # weight of the entropy bonus
@@ -551,7 +551,7 @@ def train(args: Args) -> dict:
         while run.global_step < run.budget:
             optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
             # A short horizon learns to walk soon, a long one not to fall.
-            gamma = args.init_gamma + (args.gamma - args.init_gamma) * run.global_step / args.total_timesteps
+            gamma = float(np.interp(run.global_step, [0, args.total_timesteps / 2], [args.init_gamma, args.gamma]))
 
             # Collect. The policy and the observation statistics stay as they are in the meantime.
             rollout_start = time.perf_counter()

@@ -287,9 +287,10 @@ def moments(seen, shape):
 
 
 def discount(args, iteration):
-    """The flagship's goes from --init-gamma to --gamma, linearly in the steps that were taken before the iteration."""
+    """The flagship's goes from --init-gamma to --gamma, linearly over the first half of the budget's steps."""
     first = getattr(args, "init_gamma", args.gamma)
-    return first + (args.gamma - first) * iteration * args.num_envs * args.num_steps / args.total_timesteps
+    step = iteration * args.num_envs * args.num_steps  # taken before the iteration
+    return first + (args.gamma - first) * min(1, step / (args.total_timesteps / 2))
 
 
 def expect_statistics(run):
