@@ -165,7 +165,7 @@ suite() {
       local task
       for task in walk stand run sit_simple sit_hard crawl reach hurdle pole stair balance_simple balance_hard maze \
         slide; do
-        sweep "${here}ppo_interleaved_gru_beta.py" "h1-$task-v0" 2 --total-timesteps 2000000 --compile
+        sweep "${here}ppo_interleaved_gru_beta.py" "h1-$task-v0" 2 --total-timesteps 2000000 --eval-episodes 50 --compile
       done
       ;;
     h1hand)
