@@ -161,11 +161,11 @@ suite() {
       sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v4 3 --total-timesteps 4000000 --compile --init-std 0.3 \
         --eval-interval 122
       ;;
-    h1) # HumanoidBench without hands, one setting for all
-      local task
+    h1) # HumanoidBench without hands, one setting for all; where half of the episodes fall, ten say little
+      local task budget=(--total-timesteps 2000000 --eval-episodes 50)
       for task in walk stand run sit_simple sit_hard crawl reach hurdle pole stair balance_simple balance_hard maze \
         slide; do
-        sweep "${here}ppo_interleaved_gru_beta.py" "h1-$task-v0" 2 --total-timesteps 2000000 --eval-episodes 50 --compile
+        sweep "${here}ppo_interleaved_gru_beta.py" "h1-$task-v0" 2 "${budget[@]}" --compile
       done
       ;;
     h1hand)

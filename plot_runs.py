@@ -203,7 +203,8 @@ def table(runs):
             evaluation += f" ± {number(evaluations.std(ddof=1))}"
         if 0 < len(evaluations) < len(group):
             evaluation += f" ({len(evaluations)} of {len(group)})"
-        changed = any(start["changed"] for run in group for start in run.result.get("starts", []))
+        starts = (start for run in group for start in run.result.get("starts", []))
+        changed = any(start["changed"].keys() - NOT_THE_VARIANT for start in starts)
         versions = [run.result["versions"] for run in group if "versions" in run.result]
         marks = "†" * changed + "‡" * any(version != versions[0] for version in versions)
         found += marks

@@ -470,7 +470,8 @@ def test_of_several_runs_of_one_seed_one_counts(tmp_path, capsys):
 
 def test_rows_of_runs_that_were_resumed_with_other_flags_or_differ_in_versions_are_marked(tmp_path):
     first, old, new = {"global_step": 0, "changed": {}, "commit": None}, {"torch": "2.11"}, {"torch": "2.13"}
-    again, other = first | {"global_step": 5}, {"global_step": 9, "changed": {"gamma": [0.9, 0.8]}, "commit": "c"}
+    again = {"global_step": 5, "changed": {"eval_episodes": [10, 50]}, "commit": None}
+    other = {"global_step": 9, "changed": {"gamma": [0.9, 0.8]}, "commit": "c"}
     results = {
         "both": [{"starts": [first, again, other], "versions": old}, {"starts": [first], "versions": new}],
         "changed": [{"starts": [first], "versions": new}, {"starts": [first, other], "versions": new}],
