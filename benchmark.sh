@@ -196,7 +196,7 @@ suite() {
         --learning-rate)
       for part in "" "--vf-coef 0.3" "--vf-coef 0.3 --window 1" "--vf-coef 0.3 --no-interleave" \
         "--vf-coef 0.3 --state-coef 0" "--vf-coef 0.3 --separate-critic" "--vf-coef 0.3 --beta-head alpha" \
-        "--vf-coef 0.3 --no-pose-actions" "--vf-coef 0.3 --stall-steps 0"; do
+        "--vf-coef 0.3 --no-pose-actions"; do
         # shellcheck disable=SC2086  # a part is several words, or none
         sweep "${here}ppo_interleaved_gru_beta.py" h1-walk-v0 3 "${first[@]}" 2e-3 --total-timesteps 1000000 \
           --no-anneal-lr $part

@@ -34,7 +34,6 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the discount   rises over the run's first half, from --init-gamma to --gamma.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
-                   Episodes of robots that lie there and earn nothing are cut in training, as by a time limit.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
     all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after each update alone (the
@@ -147,14 +146,13 @@ class Args:
     beta_head: str = "mode"  # what the network gives: the Beta's mode, or, as in the paper, alpha and beta
     init_std: float = 0.15  # noise of the first actions, as if their bounds were -1 and 1
     pose_actions: bool = True  # HumanoidBench: actions in radians from the robot's first pose, at most 1
-    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps with |reward| < 0.01; 0: don't
 
 
 PRESETS = {  # what --preset puts in place of the defaults above
     "default": {},
     "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "init_gamma": 0.99}
     | {"ent_coef": 0.05, "max_grad_norm": 0.5, "norm_reward": False, "reward_scale": 0.25, "beta_head": "alpha"}
-    | {"gae_lambda": 0.95, "init_std": 0.48, "pose_actions": False, "stall_steps": 0, "vf_coef": 0.3}
+    | {"gae_lambda": 0.95, "init_std": 0.48, "pose_actions": False, "vf_coef": 0.3}
     | {"learning_rate": 4e-5, "hidden_size": 512, "entropy_mean": True},  # from its authors' code, not the paper
 }
 
@@ -209,24 +207,7 @@ class PoseActions(gym.ActionWrapper):
         return np.clip(2 * (self.pose + action - self.low) / (self.high - self.low) - 1, -1, 1)
 
 
-class EndStalled(gym.Wrapper):
-    """Truncates an episode after `stall_steps` rewards in a row of less than 0.01 (absolute), after a larger one."""
-
-    def __init__(self, env, stall_steps):
-        super().__init__(env)
-        self.stall_steps = stall_steps
-
-    def reset(self, **kwargs):
-        self.stalled = -np.inf  # until there is a reward: a robot that hangs on a bar earns its first late
-        return self.env.reset(**kwargs)
-
-    def step(self, action):
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        self.stalled = self.stalled + 1 if abs(reward) < 0.01 else 0
-        return obs, reward, terminated, truncated or self.stalled >= self.stall_steps, info
-
-
-def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):
+def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
     """One environment, or SystemExit with one line on why this script can't drive it."""
     if "humanoid_bench" in sys.modules or (":" not in env_id and env_id not in gym.registry):
         try:
@@ -242,11 +223,9 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stal
     if not flat or not ((space.low < space.high) & np.isfinite(space.high - space.low)).all():
         needs = "this script needs a flat Box of floats, finite low < high; ppo_value_first.py takes Discrete too"
         raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
-    if type(env.unwrapped).__module__.startswith("humanoid_bench"):
-        if pose_actions and env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques
+    if pose_actions and type(env.unwrapped).__module__.startswith("humanoid_bench"):
+        if env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques
             env = PoseActions(env)
-        if stall_steps:
-            env = EndStalled(env, stall_steps)
     return env
 
 
@@ -494,7 +473,7 @@ def evaluate(run, agent, make, video_folder=None):
     if num_episodes == 0:
         return [], []
     num_envs = 1 if video_folder else min(args.num_envs, num_episodes)
-    make = partial(make, eval_episodes=num_episodes, video_folder=video_folder, stall_steps=0)
+    make = partial(make, eval_episodes=num_episodes, video_folder=video_folder)
     with SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, 2**31], run.spaces) as envs:  # no iteration's seed
         obs, first, windows = envs.reset(), np.ones(num_envs, bool), agent.empty_windows(num_envs)
         playing, begun, ended = np.arange(num_envs), num_envs, {}  # episodes are numbered as they begin
@@ -518,7 +497,7 @@ def evaluate(run, agent, make, video_folder=None):
 def train(args: Args) -> dict:
     """Trains, or with --total-timesteps 0 only evaluates. -> what the run's result.json, or eval.json, holds"""
     check_settings(args)
-    make = partial(make_env, args.env_id, pose_actions=args.pose_actions, stall_steps=args.stall_steps)
+    make = partial(make_env, args.env_id, pose_actions=args.pose_actions)
     num_envs = args.num_envs if args.total_timesteps else 1
     vec_env = partial(RayVecEnv, args.ray) if args.ray and args.total_timesteps else SubprocVecEnv
     with Run(args) as run, vec_env(make, num_envs, args.num_workers, run.env_seed) as envs:

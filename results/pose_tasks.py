@@ -1,17 +1,16 @@
 """HumanoidBench for the other scripts: --env-id results.pose_tasks:h1-walk-v0 is its task as it is, and
-results.pose_tasks:h1-walk-pose-v0 as the flagship has it: its actions, and its end of episodes that earn nothing (here
-also of those of an evaluation, which costs them under 10).
+results.pose_tasks:h1-walk-pose-v0 has the flagship's actions.
 """
 
 import gymnasium as gym
 
-from ppo_interleaved_gru_beta import EndStalled, PoseActions, import_humanoid_bench
+from ppo_interleaved_gru_beta import PoseActions, import_humanoid_bench
 
 import_humanoid_bench()
 
 
 def make(task, render_mode=None):
-    return EndStalled(PoseActions(gym.make(task, render_mode=render_mode, disable_env_checker=True)), 20)
+    return PoseActions(gym.make(task, render_mode=render_mode, disable_env_checker=True))
 
 
 for task in ("h1-walk", "h1hand-walk"):
