@@ -810,12 +810,12 @@ def check_args(args):
         raise SystemExit(f"--total-timesteps {args.total_timesteps}: less than {batch}; 0 needs --resume")
     if args.eval_episodes == 0 and (args.capture_video or args.total_timesteps == 0):
         raise SystemExit("--eval-episodes 0: --capture-video and --total-timesteps 0 need an evaluation")
+    if args.compile and args.total_timesteps and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise SystemExit("--compile needs a C++ compiler: Debian's g++, or what the variable CXX names")
 
 
 def compile_function(function, device):
     """torch.compile; on a GPU with CUDA graphs, whose outputs are cloned, as the next call overwrites them."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise SystemExit("--compile needs a C++ compiler: Debian's g++, or what the variable CXX names")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its helper processes would outlive the run
     torch._dynamo.config.trace_autograd_ops = device.type == "cpu"  # loss, backward() and clipping in one graph
     compiled = torch.compile(function, mode=None if device.type == "cpu" else "reduce-overhead")

@@ -330,10 +330,11 @@ def test_compiled_run_saves_the_same_keys(module, finished, tmp_path):
 
 @every
 @pytest.mark.parametrize("name", [".", "checkpoint.pt"])
-def test_evaluation_alone_writes_one_file_and_repeats_the_returns(module, name, copied):
+def test_evaluation_alone_writes_one_file_and_repeats_the_returns(module, name, copied, monkeypatch):
     directory = copied(module)
     before = files(directory)
-    returned = module.train(resume_args(module, directory / name, total_timesteps=0))
+    monkeypatch.setenv("CXX", "/nonexistent")  # a policy of a compiled run is played without a compiler
+    returned = module.train(resume_args(module, directory / name, total_timesteps=0, compile=True))
     after = files(directory)
     result = json.loads((directory / "eval.json").read_text())
     assert after == before | {"eval.json": after["eval.json"]} and returned == result

@@ -973,9 +973,10 @@ def test_video_of_an_environment_that_draws_nothing_is_one_line(module, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_compiling_without_a_compiler_is_one_line(tmp_path, monkeypatch):
+@every
+def test_compiling_without_a_compiler_is_one_line(module, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent")
-    message = one_line(base.train, small_args(base, tmp_path / "run", compile=True))
+    message = one_line(module.train, small_args(module, tmp_path / "run", compile=True))
     assert_words(message, "--compile", "C++", "CXX")
 
 
