@@ -328,6 +328,7 @@ def test_compiled_run_saves_the_same_keys(module, finished, tmp_path):
 # Evaluation
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method")  # of torch itself
 @every
 @pytest.mark.parametrize("name", [".", "checkpoint.pt"])
 def test_evaluation_alone_writes_one_file_and_repeats_the_returns(module, name, copied, monkeypatch):
