@@ -399,7 +399,10 @@ if [[ $what == *.py ]]; then
   [[ -f $what ]] || die "no script $what in $PWD"
   ((${#ids[@]})) || die "--env-ids names no environment"
   if [[ -n $keep ]]; then die "--keep is for suites; plot_runs.py --keep DIR keeps any runs"; fi
+  seen=" "
   for flag in "${given[@]}"; do
+    if [[ $flag == --* && $seen == *" ${flag%%=*} "* ]]; then die "${flag%%=*} is given twice"; fi
+    seen+="${flag%%=*} "
     case ${flag%%=*} in
       --seed | --env[-_]id | --run[-_]dir | --resume) die "${flag%%=*} can't come after --: the sweep sets it" ;;
     esac

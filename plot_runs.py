@@ -250,7 +250,7 @@ def draw(runs, references, axis, out):
                 curves.append(np.interp(centres, centres[seen], means[seen], left=np.nan, right=np.nan))
             curves, colour = np.array(curves), colours[variant]
             whole = np.isfinite(curves).all(0)
-            ends = [run.points[-1, 0] for run in group]  # at the last episodes, a little before the budget's end
+            ends = [run.points[-1, column] for run in group]  # at the last episodes, a little before the budget's end
             if len(curves) < MANY_SEEDS or min(ends) < 0.8 * max(ends):
                 for curve in curves:
                     marker = "." if np.isfinite(curve).sum() == 1 else None  # a line of one point is not seen

@@ -36,9 +36,9 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
-    all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after each update alone (the
-                   first iteration has 0, 1), advantages are normalised in each minibatch, episodes go on from batch
-                   to batch, a resume begins new ones.
+    all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after an update only (the
+                   first iteration has mean 0, variance 1), advantages are normalised in each minibatch, episodes go
+                   on from batch to batch, a resume begins new ones.
 
 Result:  h1hand-walk-v0, greedy after 10 M steps, 3 seeds: 917, 927, 934 (FastTD3: 928; DreamerV3, in training: 736),
          with the settings it had first, those of ./benchmark.sh interleaved.
@@ -75,9 +75,6 @@ from itertools import product
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-
-if __name__ == "__main__":  # a Ctrl-C in the seconds that the imports take ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gymnasium as gym
 import numpy as np
@@ -180,10 +177,10 @@ def check_settings(args):
 @cache
 def import_humanoid_bench():
     """Imports HumanoidBench, which registers its ids, and mends what keeps it from running here; once in a process."""
-    import humanoid_bench.env
     from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
-    humanoid_bench.env.print = lambda *_: None  # some of its tasks print
+    for name in "env", "envs.cabinet":  # some of its tasks print
+        importlib.import_module(f"humanoid_bench.{name}").print = lambda *_: None
     for spec in gym.registry.values():
         if str(spec.entry_point).startswith("humanoid_bench"):
             spec.kwargs["render_mode"] = None  # its own default opens a GL context for each environment
@@ -209,7 +206,8 @@ class PoseActions(gym.ActionWrapper):
 
 def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
     """One environment, or SystemExit with one line on why this script can't drive it."""
-    if "humanoid_bench" in sys.modules or (":" not in env_id and env_id not in gym.registry):
+    module = env_id.rpartition(":")[0]
+    if "humanoid_bench" in (module, *sys.modules) or not (module or env_id in gym.registry):
         try:
             import_humanoid_bench()
         except ImportError as error:
@@ -221,7 +219,7 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
     space = env.action_space
     flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
     if not flat or not ((space.low < space.high) & np.isfinite(space.high - space.low)).all():
-        needs = "this script needs a flat Box of floats, finite low < high; ppo_value_first.py takes Discrete too"
+        needs = "this script needs a flat Box of floats, finite low < high; ppo_value_first.py takes any, and Discrete"
         raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
     if pose_actions and type(env.unwrapped).__module__.startswith("humanoid_bench"):
         if env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques
@@ -233,7 +231,7 @@ class Beta:
     """Independent Beta distributions between the bounds low and high [act_dim]: alpha, beta [..., act_dim]."""
 
     def __init__(self, alpha, beta, low, high):
-        # float64: lgamma(60) in float32 is off by 1e-5, in each of h1hand's 61 dimensions
+        # float64: in float32 the log-probability of h1hand's 61 dimensions is off by up to 2e-4
         self.beta = torch.distributions.Beta(alpha.double(), beta.double(), validate_args=False)
         self.low, self.size = low, high - low
 
@@ -297,24 +295,24 @@ def mlp(*sizes, output_std=None):
     return nn.Sequential(*layers)
 
 
-def slide(states, actions, num_before, next_states, first):
-    """Windows moved on to the next states [B, obs_dim]; where `first` [B], these begin an episode.
+def slide(states, past, num_before, next_states, first):
+    """Appends the next states [B, obs_dim] to windows; where `first`, [B] or one for all, they begin new ones.
 
-    A window holds an episode's last states [B, window, obs_dim], the actions that followed them [B, window, act_dim],
-    and num_before [B], which counts the states before the current one. With a window of 4, where r0 begins an episode:
+    A window holds an episode's last states [B, window, obs_dim], the actions after them (past [B, window, act_dim]),
+    and the number of states before the current one, num_before [B]. With a window of 4, where r0 begins an episode:
 
         states        s0 -  -  -     s0 s1 -  -     s0 s1 s2 -     s0 s1 s2 s3    s1 s2 s3 s4    r0 -  -  -
-        actions       -  -  -  -     a0 -  -  -     a0 a1 -  -     a0 a1 a2 -     a1 a2 a3 -     -  -  -  -
+        past          -  -  -  -     a0 -  -  -     a0 a1 -  -     a0 a1 a2 -     a1 a2 a3 -     -  -  -  -
         num_before    0              1              2              3              3              0
 
-    - is padding: nothing, or what is left of an earlier episode. Whoever acts writes a_t at num_before.
+    - is padding: what stood there, which nobody reads. Whoever acts writes a_t at num_before.
     """
     most, device = states.shape[1] - 1, states.device
     full = (num_before == most)[:, None, None]
-    states, actions = (torch.where(full, x.roll(-1, 1), x) for x in (states, actions))
+    states, past = (torch.where(full, x.roll(-1, 1), x) for x in (states, past))
     num_before = torch.where(torch.as_tensor(first, device=device), 0, (num_before + 1).clamp(max=most))
     states[torch.arange(len(states), device=device), num_before] = next_states
-    return states, actions, num_before
+    return states, past, num_before
 
 
 class Agent(nn.Module):
@@ -342,12 +340,12 @@ class Agent(nn.Module):
         self.register_buffer("low", torch.as_tensor(action_space.low, dtype=torch.float32))
         self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
 
-    def read(self, states, actions, num_before):
+    def read(self, states, past, num_before):
         """Windows -> the GRU's output after the current state [B, hidden_size] and after every token; that state."""
         tokens = self.state_encoder(states)  # [B, window, hidden_size]
         last = num_before  # index of the current state's token
         if self.args.interleave:
-            actions = self.action_encoder(2 * (actions[:, :-1] - self.low) / (self.high - self.low) - 1)
+            actions = self.action_encoder(2 * (past[:, :-1] - self.low) / (self.high - self.low) - 1)
             pairs = torch.stack([tokens[:, :-1], actions], 2).flatten(1, 2)  # s a s a ...
             tokens, last = torch.cat([pairs, tokens[:, -1:]], 1), 2 * num_before  # [B, 2 * window - 1, hidden_size]
         outputs, _ = self.gru(tokens)  # causal: the padding behind the last token changes nothing before it
@@ -377,14 +375,14 @@ class Agent(nn.Module):
     def empty_windows(self, num_envs=1):
         """Windows that hold nothing yet, for the first call of `act`."""
         obs_dim, act_dim = self.state_encoder[0].in_features, len(self.low)
-        states, actions = (self.low.new_zeros(num_envs, self.args.window, size) for size in (obs_dim, act_dim))
-        return states, actions, torch.zeros(num_envs, dtype=torch.long, device=self.low.device)
+        states, past = (self.low.new_zeros(num_envs, self.args.window, size) for size in (obs_dim, act_dim))
+        return states, past, torch.zeros(num_envs, dtype=torch.long, device=self.low.device)
 
     @torch.no_grad()
     def act(self, obs, first, windows):
         """Greedy actions [num_envs, act_dim] for the environments' observations, and the windows to pass with the next.
 
-        `first` [num_envs] says where an episode begins; the first windows are `empty_windows(num_envs)`.
+        `first`, [num_envs] or one for all: where an episode begins. The first windows are `empty_windows(num_envs)`.
         """
         states, past, num_before = windows = slide(*windows, obs, first)
         output, _, _ = self.read(self.obs_norm(states), past, num_before)
@@ -437,7 +435,7 @@ def minibatch_gradient(agent, args, states, past, num_before, actions, log_probs
 
 
 def update(agent, optimizer, gradient, args, batch):
-    """`update_epochs` passes over the batch, tensors [batch_size, ...]. -> metrics by name, means over the update"""
+    """`update_epochs` passes over the batch, cut along its tensors' first dimension. -> metrics by name, their means"""
     log_ratios, losses = [], []  # of each minibatch
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)
@@ -467,7 +465,7 @@ def annealing(args, global_step):
 def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
-    Those that begin first count: those that end first would be the short ones.
+    The first that begin count, as the first that end would be the short ones.
     """
     args, num_episodes = run.args, run.args.eval_episodes
     if num_episodes == 0:
@@ -501,7 +499,7 @@ def train(args: Args) -> dict:
     num_envs = args.num_envs if args.total_timesteps else 1
     vec_env = partial(RayVecEnv, args.ray) if args.ray and args.total_timesteps else SubprocVecEnv
     with Run(args) as run, vec_env(make, num_envs, args.num_workers, run.env_seed) as envs:
-        device, update_threads = run.device, torch.get_num_threads()
+        device = run.device
         torch.backends.cudnn.allow_tf32 = False  # as for matrix products: rollout and update shall round alike
         torch.set_num_threads(1)  # but for the update: in the rollout a second thread is in the way of a worker
         torch.manual_seed(args.seed)
@@ -514,7 +512,7 @@ def train(args: Args) -> dict:
         gradient = compile_function(minibatch_gradient, device) if args.compile else minibatch_gradient
         read = compile_function(agent.read, device) if args.compile and device.type == "cuda" else agent.read
 
-        # [num_steps, num_envs, ...], but for the current windows' states, which stay raw: the statistics will change.
+        # All steps' windows, [num_steps, num_envs, ...], normalised; the current `states` stay raw for new statistics.
         states, *windows = agent.empty_windows(args.num_envs)
         normed, past, num_before = (torch.stack([x] * args.num_steps) for x in (states, *windows))
         actions = torch.zeros_like(past[:, :, 0])
@@ -524,7 +522,7 @@ def train(args: Args) -> dict:
         first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()
         # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
-        # 2020). On 2 cores an iteration takes 8% less on h1hand-walk-v0, 4% on Humanoid-v5. A worker may have both.
+        # 2020). With 2 epochs of 2 minibatches, on 2 cores, h1hand-walk-v0 trains 1.08 times as fast, Humanoid-v5 1.04.
         halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:
@@ -545,7 +543,7 @@ def train(args: Args) -> dict:
                     run.count(len(next_obs), envs.episodes)
                 if step < args.num_steps:
                     obs[now] = torch.as_tensor(envs.obs[rows], device=device)
-                    windows = states[rows], past[before], num_before[before]  # of step 0: the last rollout's
+                    windows = states[rows], past[before], num_before[before]  # before step 0: the last rollout's
                     states[rows], past[now], num_before[now] = slide(*windows, obs[now], first[rows])
                     with torch.no_grad():
                         normed[now] = agent.obs_norm(states[rows])
@@ -558,7 +556,7 @@ def train(args: Args) -> dict:
 
             # Advantages. V of what followed is the next step's; at episode ends and the last step it is computed here.
             update_start = time.perf_counter()
-            torch.set_num_threads(update_threads)
+            torch.set_num_threads(run.threads)
             rewards, terminated, done = (torch.as_tensor(x, device=device) for x in (rewards, terminated, done))
             rewards = args.reward_scale * rewards
             scaled = (rewards / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10) if args.norm_reward else rewards
@@ -583,6 +581,7 @@ def train(args: Args) -> dict:
 
             # Log, save, evaluate.
             metrics["losses/explained_variance"] = 1 - (returns - values).var() / returns.var()
+            metrics["losses/gamma"] = gamma
             metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.end_iteration(metrics, rollout_start, update_start)
             if args.eval_interval and run.iteration % args.eval_interval == 0 and run.global_step < run.budget:
@@ -601,7 +600,7 @@ class Machine:
         directory = tempfile.mkdtemp()
         Path(directory, f"{name}.py").write_text(text)
         sys.path.insert(0, directory)
-        sys.modules["__main__"] = ModuleType("__main__")  # Ray's own, which the processes would import too
+        sys.modules["__main__"] = ModuleType("__main__")  # in place of Ray's, which the processes would import too
         self.script, self.factory, self.inputs, self.envs = importlib.import_module(name), factory, inputs, None
 
     def step(self, actions, rows, **command):
@@ -619,11 +618,11 @@ class Machine:
 
 
 class RayVecEnv(AbstractContextManager):
-    """SubprocVecEnv's reset, send and receive over all machines of a Ray cluster, by one call to each. Machines have
-    environments by their numbers of cores. Environment i is what it is without Ray, and so the run is the same."""
+    """SubprocVecEnv's reset, send and receive over all machines of a Ray cluster, by one call to each. Each has
+    environments in proportion to its cores. Environment i is what it is without Ray, and so the run is the same."""
 
     def __init__(self, address, make_env, num_envs, num_workers, seed):
-        handler = signal.getsignal(signal.SIGTERM)
+        handler, env = signal.getsignal(signal.SIGTERM), make_env()  # before Ray: an error leaves none behind
         try:
             import ray
 
@@ -634,8 +633,8 @@ class RayVecEnv(AbstractContextManager):
             raise SystemExit(f"--ray {address}: {one_line(error)}; see docs/clusters.md") from None
         if signal.getsignal(signal.SIGTERM) is not handler:  # Ray has put one of its own in place
             signal.signal(signal.SIGTERM, handler)
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        self.ray, self.machines, self.calls, env = ray, [], [], make_env()
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the machines don't have this file
+        self.ray, self.machines, self.calls = ray, [], []
         spaces = self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         with suppress(Exception):
             env.close()
@@ -644,14 +643,16 @@ class RayVecEnv(AbstractContextManager):
         self.rewards, (self.terminated, self.truncated) = np.zeros(num_envs, np.float32), np.zeros((2, num_envs), bool)
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         if not nodes:
+            ray.shutdown()
             raise SystemExit(f"--ray {address}: no machine has a core; see docs/clusters.md")
         cores = [int(node["Resources"]["CPU"]) for node in nodes]
-        ends = [2 * round(num_envs / 2 * sum(cores[: i + 1]) / sum(cores)) for i in range(len(cores) - 1)]
+        # Even, so that a half, every second environment, is every second one of each machine too.
+        ends = [2 * round(num_envs / 2 * share) for share in np.cumsum(cores)[:-1] / sum(cores)]
         script, factory = Path(__file__), (make_env.func.__name__, make_env.args, make_env.keywords)
-        for node, first, end in zip(nodes, [0, *ends], [*ends, num_envs]):  # even: a half is every second one
+        for node, cpus, first, end in zip(nodes, cores, [0, *ends], [*ends, num_envs]):
             if first < end:
                 place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                inputs = end - first, num_workers or int(node["Resources"]["CPU"]), seed, spaces, first
+                inputs = end - first, num_workers or cpus, seed, spaces, first
                 machine = ray.remote(num_cpus=0, scheduling_strategy=place)(Machine)
                 machine = machine.remote(script.read_text(), script.stem, factory, *inputs)
                 self.machines.append((slice(first, end), node["NodeManagerHostname"], machine))
@@ -746,7 +747,7 @@ def put(array, i, value, name):
 
 def worker(connection, make_env, seeds, first, memory):
     """Steps environments `first`, `first` + 1, ... at each command. Answers: the episodes that ended, or a fault."""
-    for signum in SIGNALS:  # the parent decides when a run ends. Not SIG_IGN: what an environment starts inherits that
+    for signum in SIGNALS:  # ignored, as the parent ends a run; not by SIG_IGN, which child processes would inherit
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
@@ -756,6 +757,8 @@ def worker(connection, make_env, seeds, first, memory):
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
         for i, generator in enumerate(generators):
+            random.seed(env_seeds[i])  # for constructors that draw from the global generators
+            np.random.seed(env_seeds[i])
             envs.append(make_env())
             envs[i].action_space.seed(int(generator.integers(2**31)))
         while command := os.read(connection.fileno(), 1):
@@ -767,11 +770,10 @@ def worker(connection, make_env, seeds, first, memory):
                     view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
                     returns[i], steps[i] = returns[i] + put(view.rewards, i, reward, "a reward").item(), steps[i] + 1
                     put(view.final_obs if begin else view.obs, i, obs, "an observation")
-                    if begin:
-                        episodes.append((first + i, returns[i], steps[i]))
+                    episodes += [(first + i, returns[i], steps[i])] if begin else []
                 if begin:
                     draw = int(generators[i].integers(2**32))
-                    random.seed(draw)  # for environments that draw from the global generators
+                    random.seed(draw)  # for resets that do
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
                     env_seeds[i], returns[i], steps[i] = None, 0.0, 0
@@ -789,13 +791,13 @@ def worker(connection, make_env, seeds, first, memory):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs; step(actions) -> (obs,
-    rewards, terminated, truncated): views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
-    space's dtype, or float32 for floats. Where an episode ends, the next begins in that step: `obs` has its first
-    observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
-    `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
-    draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why. `step` is
-    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out."""
+    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs, step(actions) -> obs,
+    rewards, terminated, truncated: views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
+    space's dtype, or float32 for floats. When an episode ends, the next begins in that step: `obs` is its first
+    observation, `final_obs` the ended one's last; `episodes` lists (environment, return, length). One that is not
+    `active` rests. `seed`, one int or several, fixes all that happens, with any number of workers, but for what `step`
+    draws from a global generator. `make_env` is picklable. SystemExit says which environment failed, and why. `step` is
+    `send` and `receive`, by which rows [0::2] and [1::2] may take turns, first in, first out."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None, first=0):
         if spaces is None:
@@ -809,7 +811,7 @@ class SubprocVecEnv(AbstractContextManager):
         fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
-        context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
+        context = multiprocessing.get_context("forkserver")  # forks workers from a process with imports, but no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
         memory = context.RawArray("b", num_envs * row.itemsize), row
         vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
@@ -872,14 +874,13 @@ class SubprocVecEnv(AbstractContextManager):
         for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
-            process.join(1)
         atexit.unregister(self.close)
 
     __exit__ = close
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. What is an int, or named like a rate, is 0 or more."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
@@ -931,31 +932,28 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes checkpoint.pt (first at
-    its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
+    """One run and its directory. Unless killed (SIGKILL, a closed terminal), its last whole iteration is saved."""
 
-    # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
-    progress |= {"wall_seconds": 0.0, "wandb_id": None}
+    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # kept in checkpoints, as at first; each is an attribute
 
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
         self.checkpoint, saved_in = read_checkpoint(args.resume) if args.resume is not None else ({}, None)
-        exp_name = "_".join([args.exp_name, *(v for k, v in vars(args).items() if k in ("order", "objective", "rnn"))])
-        name = f"{args.env_id}__{exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
         self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: name another, or go on with it by --resume")
         vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
         self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
-        old = self.checkpoint.get("args", {}) | {"resume": args.resume, "run_dir": args.run_dir}
-        changed = {k: [old[k], v] for k, v in vars(args).items() if old.get(k, v) != v}
+        was = self.old_args = vars(type(args)()) | self.checkpoint.get("args", vars(args))  # copies may have new flags
+        changed = {k: [was[k], v] for k, v in vars(args).items() if was[k] != v and k not in ("resume", "run_dir")}
         self.changed = "; ".join(f"--{k.replace('_', '-')} was {x}, is {y}" for k, (x, y) in changed.items())
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        left, batch_size = max(0, args.total_timesteps - self.global_step), args.num_envs * args.num_steps
-        self.budget = self.global_step + left - left % (batch_size or 1)  # num_steps 0 (adaptive KL): whole episodes
+        size = args.num_envs * args.num_steps or 1  # of a batch; num_steps 0 (adaptive KL): whole episodes
+        self.budget = self.global_step + max(0, args.total_timesteps - self.global_step) // size * size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)
@@ -979,8 +977,10 @@ class Run(AbstractContextManager):
         if saved:
             try:
                 for name in parts if args.total_timesteps else ["model"]:
-                    parts[name].load_state_dict(saved[name])
-                for generator, state in zip(self.generators, saved["rng"] if args.total_timesteps else []):
+                    bounds = {k: v for k, v in parts[name].state_dict().items() if k in ("low", "high")}  # of this env
+                    parts[name].load_state_dict(saved[name] | bounds)
+                goes_on = args.total_timesteps and args.seed == self.old_args["seed"]  # another seed draws anew
+                for generator, state in zip(self.generators, saved["rng"] if goes_on else []):
                     generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise SystemExit(f"--resume {args.resume} does not fit; {self.changed} ({one_line(error)})") from None
@@ -998,11 +998,11 @@ class Run(AbstractContextManager):
             self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
         self._take_snapshot()
         self._write("checkpoint.pt", self.snapshot)
-        (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
+        (self.directory / "result.json").unlink(missing_ok=True)  # no longer the end of the run
         self._write("args.json", vars(args))
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
-            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
+            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**self.old_args), args)]
             print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
@@ -1032,7 +1032,7 @@ class Run(AbstractContextManager):
 
     def count(self, num_steps, episodes):
         """Counts environment steps, and logs the episodes that ended in them."""
-        if self.signum is not None:  # what it raised was lost, as in a destructor
+        if self.signum is not None:  # raised in a destructor, where Python drops exceptions
             raise SystemExit(128 + self.signum)
         self.global_step += num_steps
         for _, episodic_return, length in episodes:
@@ -1050,7 +1050,7 @@ class Run(AbstractContextManager):
         if not all(tensor.isfinite().all() for tensor in state):
             self.finish([], [], "diverged")
             raise SystemExit(f"diverged at step {self.global_step}: not finite any more; try a lower --learning-rate")
-        self.writer.flush()  # raises what its thread met, such as a full disk
+        self.writer.flush()  # before a checkpoint, or a resume finds a gap; raises what its thread met: a full disk
         self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + rollout + update
         self._take_snapshot()
         last = self.global_step >= self.budget

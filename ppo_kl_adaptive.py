@@ -27,17 +27,18 @@ kl_targ exchanged). --preset post, the default, is that post: else as the base, 
     episodes       A batch is the first N episodes to begin, each played to its end. Who has none left rests.
     time limits    are ends, worth 0 from there on (--bootstrap-time-limit: V). The time is a part of the observation.
     observations   are scaled without a limit, by statistics that begin with five episodes, not trained on nor counted.
-    rewards        are multiplied by 1 - gamma, for a gamma below 0.999.
+    rewards        are multiplied by 1 - gamma, for a gamma below 0.999, unless --norm-reward divides them.
     V              is fitted after the policy, to Monte-Carlo returns, on this batch and the one before.
     networks       are sized from the task, and the variance learns faster.
-    actions        Unlike in the post, environments get them clipped: control costs are those of clipped actions.
+    steps          have a learning rate that time does not lower, and no limit on the gradient's norm or V's change.
 
-As there, statistics change after an update only; log pi_old is computed after the rollout; a resume begins new
-episodes.
+As in the base, and unlike in the post, environments get clipped actions: control costs are those of clipped actions.
+As in the base, statistics change after an update only, advantages are normalised in each minibatch, log pi_old is
+computed after the rollout, and a resume begins new episodes.
 
---preset paper is the base, but with a constant learning rate and no limit on the gradient's norm or V's change. With
---objective clip | none | kl-fixed | kl-adaptive each row of Table 1 of Schulman et al. 2017 (arXiv:1707.06347) is one
-command. Here beta doubles where KL > 1.5 * kl_targ and halves where KL < kl_targ / 1.5, without hinge and early stop.
+--preset paper is the base, but for the steps as above. With --objective clip | none | kl-fixed | kl-adaptive each row
+of Table 1 of Schulman et al. 2017 (arXiv:1707.06347) is one command. With kl-adaptive beta doubles there where
+KL > 1.5 * kl_targ and halves where KL < kl_targ / 1.5, without hinge and early stop.
 
 Result:  episodes until the mean return of 5 reaches the post's threshold, three seeds (the post's one): Reacher-v5
          10317, 10523, 10762 (14100), Hopper-v5 1299, 1618, 2778 (2250), HalfCheetah-v5 2476, 2101, not in 3000 (1966),
@@ -45,7 +46,7 @@ Result:  episodes until the mean return of 5 reaches the post's threshold, three
 
 Run:     python ppo_kl_adaptive.py --env-id HalfCheetah-v5
          python ppo_kl_adaptive.py --env-id HalfCheetah-v5 --preset paper --objective kl-fixed --beta 3
-Resume:  python ppo_kl_adaptive.py --resume runs/HalfCheetah-v5__ppo_kl_adaptive_kl-adaptive__1__1700000000
+Resume:  python ppo_kl_adaptive.py --resume runs/HalfCheetah-v5__ppo_kl_adaptive__1__1700000000
 """
 
 import atexit
@@ -72,9 +73,6 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
-
-if __name__ == "__main__":  # a Ctrl-C in the seconds that the imports take ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gymnasium as gym
 import numpy as np
@@ -154,8 +152,9 @@ def preset_args():
 
 def check_flags(args):
     """Ends with one line where a value makes no sense."""
-    # Whole episodes make batches of any size: the other flags are checked with one that they fit.
-    check_args(replace(args, num_steps=args.num_steps or 2 * max(1, args.num_minibatches)))
+    # Whole episodes make batches of any size: the other flags are checked with the smallest one that they fit.
+    fits = {} if args.num_steps else {"num_steps": 2 * max(1, args.num_minibatches), "num_envs": min(1, args.num_envs)}
+    check_args(replace(args, **fits))
     for name, choices in {"preset": PRESETS, "objective": ("clip", "none", "kl-fixed", "kl-adaptive")}.items():
         if getattr(args, name) not in choices:
             raise SystemExit(f"--{name} {getattr(args, name)}: must be one of {', '.join(choices)}")
@@ -177,7 +176,7 @@ class TimeFeature(gym.ObservationWrapper):
         return super().reset(**kwargs)
 
     def observation(self, observation):
-        return np.append(observation, 0.001 * next(self.steps))
+        return np.concatenate([observation, [0.001 * next(self.steps)]])
 
 
 def make_env(env_id, eval_episodes=0, video_folder=None, time_feature=False):
@@ -250,8 +249,8 @@ class PostNorm(RunningNorm):
     """The post's scaling, (x - mean) / (standard deviation + 0.1) / 3 without a limit; the time stays as it is."""
 
     def forward(self, x):
-        scaled = ((x - self.mean) / (self.var.sqrt() + 0.1) / 3).float()
-        return torch.cat([scaled[..., :-1], x[..., -1:]], -1)
+        scaled = (x - self.mean) / (self.var.sqrt() + 0.1) / 3
+        return torch.cat([scaled[..., :-1], x[..., -1:]], -1).float()
 
 
 def layer_init(layer, std=2**0.5):
@@ -405,8 +404,8 @@ def minibatches(batch, epochs, num_minibatches, size=None):
 
 
 def update(agent, optimizer, gradient, args, beta, old_log_std, batch):
-    """`update_epochs` passes over the batch, tensors [batch_size, ...], or until the KL is too large. -> metrics by
-    name, means over the update; losses/kl is the KL after it"""
+    """`update_epochs` passes over the batch, cut along its tensors' first dimension, or until the KL is too large.
+    -> metrics by name, their means; losses/kl is the KL after the update"""
     num_minibatches = min(args.num_minibatches, len(batch[0]) // 2)  # episodes may be short
     log_ratios, losses = [], []  # of each minibatch
     for minibatch in minibatches(batch, args.update_epochs, num_minibatches):
@@ -479,7 +478,7 @@ def annealing(args, global_step):
 def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
-    Those that begin first count: those that end first would be the short ones.
+    The first that begin count, as the first that end would be the short ones.
     """
     args, num_episodes = run.args, run.args.eval_episodes
     if num_episodes == 0:
@@ -531,6 +530,8 @@ def train(args: Args) -> dict:
         carried = {"beta": args.beta, "lr_multiplier": 1.0, "batch": last_batch}
         to_save = SimpleNamespace(state_dict=carried.copy, load_state_dict=carried.update)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm, carried=to_save)
+        if run.old_args["objective"] != "kl-adaptive":  # nothing has adapted yet
+            carried["beta"] = args.beta
 
         def draw(obs):
             return agent.policy(agent.obs_norm(obs)).sample()
@@ -666,7 +667,7 @@ def put(array, i, value, name):
 
 def worker(connection, make_env, seeds, first, memory):
     """Steps environments `first`, `first` + 1, ... at each command. Answers: the episodes that ended, or a fault."""
-    for signum in SIGNALS:  # the parent decides when a run ends. Not SIG_IGN: what an environment starts inherits that
+    for signum in SIGNALS:  # ignored, as the parent ends a run; not by SIG_IGN, which child processes would inherit
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
@@ -676,6 +677,8 @@ def worker(connection, make_env, seeds, first, memory):
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
         for i, generator in enumerate(generators):
+            random.seed(env_seeds[i])  # for constructors that draw from the global generators
+            np.random.seed(env_seeds[i])
             envs.append(make_env())
             envs[i].action_space.seed(int(generator.integers(2**31)))
         while command := os.read(connection.fileno(), 1):
@@ -687,11 +690,10 @@ def worker(connection, make_env, seeds, first, memory):
                     view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
                     returns[i], steps[i] = returns[i] + put(view.rewards, i, reward, "a reward").item(), steps[i] + 1
                     put(view.final_obs if begin else view.obs, i, obs, "an observation")
-                    if begin:
-                        episodes.append((first + i, returns[i], steps[i]))
+                    episodes += [(first + i, returns[i], steps[i])] if begin else []
                 if begin:
                     draw = int(generators[i].integers(2**32))
-                    random.seed(draw)  # for environments that draw from the global generators
+                    random.seed(draw)  # for resets that do
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
                     env_seeds[i], returns[i], steps[i] = None, 0.0, 0
@@ -709,12 +711,12 @@ def worker(connection, make_env, seeds, first, memory):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs; step(actions) -> (obs,
-    rewards, terminated, truncated): views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
-    space's dtype, or float32 for floats. Where an episode ends, the next begins in that step: `obs` has its first
-    observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
-    `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
-    draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why."""
+    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs, step(actions) -> obs,
+    rewards, terminated, truncated: views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
+    space's dtype, or float32 for floats. When an episode ends, the next begins in that step: `obs` is its first
+    observation, `final_obs` the ended one's last; `episodes` lists (environment, return, length). One that is not
+    `active` rests. `seed`, one int or several, fixes all that happens, with any number of workers, but for what `step`
+    draws from a global generator. `make_env` is picklable. SystemExit says which environment failed, and why."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -728,7 +730,7 @@ class SubprocVecEnv(AbstractContextManager):
         fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
-        context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
+        context = multiprocessing.get_context("forkserver")  # forks workers from a process with imports, but no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
         memory = context.RawArray("b", num_envs * row.itemsize), row
         vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
@@ -788,14 +790,13 @@ class SubprocVecEnv(AbstractContextManager):
         for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
-            process.join(1)
         atexit.unregister(self.close)
 
     __exit__ = close
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. What is an int, or named like a rate, is 0 or more."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
@@ -847,31 +848,28 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes checkpoint.pt (first at
-    its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
+    """One run and its directory. Unless killed (SIGKILL, a closed terminal), its last whole iteration is saved."""
 
-    # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
-    progress |= {"wall_seconds": 0.0, "wandb_id": None}
+    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # kept in checkpoints, as at first; each is an attribute
 
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
         self.checkpoint, saved_in = read_checkpoint(args.resume) if args.resume is not None else ({}, None)
-        exp_name = "_".join([args.exp_name, *(v for k, v in vars(args).items() if k in ("order", "objective", "rnn"))])
-        name = f"{args.env_id}__{exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
         self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: name another, or go on with it by --resume")
         vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
         self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
-        old = self.checkpoint.get("args", {}) | {"resume": args.resume, "run_dir": args.run_dir}
-        changed = {k: [old[k], v] for k, v in vars(args).items() if old.get(k, v) != v}
+        was = self.old_args = vars(type(args)()) | self.checkpoint.get("args", vars(args))  # copies may have new flags
+        changed = {k: [was[k], v] for k, v in vars(args).items() if was[k] != v and k not in ("resume", "run_dir")}
         self.changed = "; ".join(f"--{k.replace('_', '-')} was {x}, is {y}" for k, (x, y) in changed.items())
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        left, batch_size = max(0, args.total_timesteps - self.global_step), args.num_envs * args.num_steps
-        self.budget = self.global_step + left - left % (batch_size or 1)  # num_steps 0 (adaptive KL): whole episodes
+        size = args.num_envs * args.num_steps or 1  # of a batch; num_steps 0 (adaptive KL): whole episodes
+        self.budget = self.global_step + max(0, args.total_timesteps - self.global_step) // size * size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)
@@ -895,8 +893,10 @@ class Run(AbstractContextManager):
         if saved:
             try:
                 for name in parts if args.total_timesteps else ["model"]:
-                    parts[name].load_state_dict(saved[name])
-                for generator, state in zip(self.generators, saved["rng"] if args.total_timesteps else []):
+                    bounds = {k: v for k, v in parts[name].state_dict().items() if k in ("low", "high")}  # of this env
+                    parts[name].load_state_dict(saved[name] | bounds)
+                goes_on = args.total_timesteps and args.seed == self.old_args["seed"]  # another seed draws anew
+                for generator, state in zip(self.generators, saved["rng"] if goes_on else []):
                     generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise SystemExit(f"--resume {args.resume} does not fit; {self.changed} ({one_line(error)})") from None
@@ -914,11 +914,11 @@ class Run(AbstractContextManager):
             self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
         self._take_snapshot()
         self._write("checkpoint.pt", self.snapshot)
-        (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
+        (self.directory / "result.json").unlink(missing_ok=True)  # no longer the end of the run
         self._write("args.json", vars(args))
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
-            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
+            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**self.old_args), args)]
             print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
@@ -948,7 +948,7 @@ class Run(AbstractContextManager):
 
     def count(self, num_steps, episodes):
         """Counts environment steps, and logs the episodes that ended in them."""
-        if self.signum is not None:  # what it raised was lost, as in a destructor
+        if self.signum is not None:  # raised in a destructor, where Python drops exceptions
             raise SystemExit(128 + self.signum)
         self.global_step += num_steps
         for _, episodic_return, length in episodes:
@@ -966,7 +966,7 @@ class Run(AbstractContextManager):
         if not all(tensor.isfinite().all() for tensor in state):
             self.finish([], [], "diverged")
             raise SystemExit(f"diverged at step {self.global_step}: not finite any more; try a lower --learning-rate")
-        self.writer.flush()  # raises what its thread met, such as a full disk
+        self.writer.flush()  # before a checkpoint, or a resume finds a gap; raises what its thread met: a full disk
         self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + rollout + update
         self._take_snapshot()
         last = self.global_step >= self.budget

@@ -4,6 +4,7 @@
 #     "ale-py==0.12.1",
 #     "gymnasium==1.4.0",
 #     "moviepy==2.2.1",
+#     "mujoco>=3.1.6,<4",
 #     "numpy==2.4.6",
 #     "opencv-python-headless==5.0.0.93",
 #     "tensorboard==2.21.0",
@@ -36,22 +37,23 @@ That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is cho
     halves         of the environments take turns: while one steps, the policy acts for the other.
     time limits    bootstrap from the value of the last observation, with the recurrent state of that moment.
     log pi_old     and V_old are those of the rollout, which computes them anyway.
-    normalisation  is off by default, as in the source. Images are divided by 255.
+    statistics     --norm-obs and --norm-reward are off by default, as in the source. Images are divided by 255.
     games          A life is an episode, with the signs of the rewards; the returns reported are those of whole games.
     evaluation     Discrete actions for images are sampled, as for the published numbers; all others are greedy.
     --randomise    draws each episode's masses, friction, damping, gains and gravity: a memory can find them out.
     all else       is as in ppo_mlp_gaussian.py: episodes go on from batch to batch, advantages are normalised in each
-                   minibatch, statistics change after each update alone, a resume begins new episodes.
+                   minibatch, statistics change after an update only, a resume begins new episodes.
 
 Source:  "Advancements in PPO" (George Ogden), third experiment: LSTM against GRU on Pong, BeamRider and Breakout, in
          the setting of CleanRL's ppo_atari_lstm.py (where time limits are deaths, and action 2 is pressed after FIRE).
 
 Result:  Pong, 3 M steps, mean return of 30 games: GRU 19.4, LSTM 19.1 (one seed each). CartPole-v1 with
-         --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds each: GRU 479, LSTM 481.
+         --mask-velocity and the flags of `./benchmark.sh recurrent`, 10 seeds, last 100 training episodes: GRU 479,
+         LSTM 481; greedy 481 and 500.
 
 Run:     python ppo_lstm_atari.py --env-id PongNoFrameskip-v4 --rnn gru --total-timesteps 3000000 --eval-episodes 30
          python ppo_lstm_atari.py --env-id Hopper-v5 --mask-velocity --norm-obs --norm-reward
-Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari_gru__1__1700000000
+Resume:  python ppo_lstm_atari.py --resume runs/PongNoFrameskip-v4__ppo_lstm_atari__1__1700000000
 """
 
 import atexit
@@ -78,9 +80,6 @@ from itertools import product
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
-
-if __name__ == "__main__":  # a Ctrl-C in the seconds that the imports take ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gymnasium as gym
 import numpy as np
@@ -150,10 +149,10 @@ class AtariGame(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self.game += reward, 1
+        self.score, self.length = self.score + float(reward), self.length + 1
         self.over = terminated or truncated
         if self.over:
-            self.ended_games.append((float(self.game[0]), int(self.game[1])))
+            self.ended_games.append((self.score, self.length))
         lost = 0 < info["lives"] < self.lives  # at 0 some games go on for a few frames before they are over
         self.lives = info["lives"]
         return obs, np.sign(reward), terminated or lost, truncated, info
@@ -164,7 +163,7 @@ class AtariGame(gym.Wrapper):
             obs, _, _, _, info = self.step(0)
         if self.over:
             obs, info = self.env.reset(**kwargs)
-            self.game, self.lives, self.over = np.zeros(2), info["lives"], False
+            self.score, self.length, self.lives, self.over = 0.0, 0, info["lives"], False
         return obs, info
 
     def reset(self, **kwargs):
@@ -181,8 +180,8 @@ VELOCITIES = {"CartPole-v1": [1, 3], "MountainCar-v0": [1], "Acrobot-v1": [4, 5]
 VELOCITIES |= {"Ant-v5": range(13, 27), "HalfCheetah-v5": range(8, 17), "Hopper-v5": range(5, 11)}
 VELOCITIES |= {"Walker2d-v5": range(8, 17)}
 
-# Smallest and largest factor on fields of MuJoCo's model: a draw for each body, geom, pair of geoms, degree of freedom,
-# and actuator, whose force, where it is a servo, is gainprm * action + biasprm * position: one factor for both.
+# Smallest and largest factor on fields of MuJoCo's model. Each body, geom, pair of geoms, degree of freedom and
+# actuator draws its own. A servo's force is gainprm * action + biasprm * position, so both get one factor.
 RANDOMISED = {("body_mass", "body_inertia"): (0.5, 1.5), ("geom_friction",): (0.7, 1.3), ("pair_friction",): (0.7, 1.3)}
 RANDOMISED |= {("dof_damping",): (0.3, 3.0), ("actuator_gainprm", "actuator_biasprm"): (0.75, 1.5)}
 
@@ -368,26 +367,6 @@ def nature_cnn(channels, height, width, output_dim):
     return nn.Sequential(*layers, nn.Flatten(), layer_init(nn.Linear(channels * height * width, output_dim)), nn.ReLU())
 
 
-def split_sequences(first):
-    """Splits steps [num_envs, num_steps] into sequences, at every `first` step of an episode.
-
-    -> each step's place in a flattened table [longest, num_sequences] with a column for each sequence, the step that
-    starts each, and `longest`; steps are counted row by row. Four steps of environments a and b, whose episodes begin
-    at a2 and b0:
-
-        first       a  0 0 1 0      table       a0  a2  b0      places      0  3  1  4  2  5  8 11
-                    b  1 0 0 0                  a1  a3  b1      (of         a0 a1 a2 a3 b0 b1 b2 b3)
-                                                .   .   b2      starts      0  2  4
-                                                .   .   b3      longest     4
-    """
-    begins = first.clone()
-    begins[:, 0] = True  # also where an episode goes on from the rollout before
-    starts = begins.flatten().nonzero().squeeze(-1)  # [num_sequences]
-    column = begins.flatten().cumsum(0) - 1  # each step's; a column is a sequence
-    row = torch.arange(first.numel(), device=first.device) - starts[column]
-    return row * len(starts) + column, starts, int(row.max()) + 1  # as in `nonzero`, the CPU waits for the GPU
-
-
 class Agent(nn.Module):
     """An encoder (a CNN for images, an MLP for vectors), an LSTM or GRU, and heads for policy and value.
 
@@ -447,13 +426,24 @@ class Agent(nn.Module):
 
     def unroll(self, features, first, state):
         """As `recur`, but of [num_envs, num_steps, ...] with new episodes at `first`, in one call -> the outputs.
-        Zeros make the sequences equally long; they come after the last step, and so change nothing."""
-        places, starts, longest = split_sequences(first)
+
+        Each sequence is a row of a table, filled up with zeros. These come after its last step, and so change nothing.
+        Four steps of environments a and b, whose episodes begin at a2 and b0:
+
+            first   a  0 0 1 0      table   a0 a1 .  .      used    1 1 0 0      starts   0 2 4
+                    b  1 0 0 0              a2 a3 .  .              1 1 0 0      lengths  2 2 4
+                                            b0 b1 b2 b3             1 1 1 1
+        """
+        begins = first.clone()
+        begins[:, 0] = True  # also where an episode goes on from the rollout before
+        starts = begins.flatten().nonzero().squeeze(-1)  # [num_sequences]; steps are counted row by row
+        lengths = starts.diff(append=starts.new_tensor([first.numel()]))
+        used = torch.arange(int(lengths.max()), device=first.device) < lengths[:, None]  # [num_sequences, longest]
         states = state[starts // first.shape[1]].masked_fill(first.flatten()[starts, None], 0)
-        table = features.new_zeros(longest * len(starts), features.shape[-1])
-        table[places] = features.flatten(0, 1)
-        outputs, _ = self.recur(table.unflatten(0, (longest, len(starts))), states)
-        return outputs.flatten(0, 1).index_select(0, places).unflatten(0, first.shape)
+        table = features.new_zeros(*used.shape, features.shape[-1])
+        table[used] = features.flatten(0, 1)  # both are in the order of the steps
+        outputs, _ = self.recur(table.transpose(0, 1).contiguous(), states)
+        return outputs.transpose(0, 1)[used].unflatten(0, first.shape)
 
     def policy(self, outputs):
         """The RNN's outputs [..., 128] -> the distribution of the actions"""
@@ -534,7 +524,7 @@ def minibatch_gradient(agent, args, state, obs, first, actions, log_probs, value
 
 
 def update(agent, optimizer, gradient, args, batch):
-    """`update_epochs` passes over the batch, tensors [batch_size, ...]. -> metrics by name, means over the update"""
+    """`update_epochs` passes over the batch, cut along its tensors' first dimension. -> metrics by name, their means"""
     log_ratios, losses = [], []  # of each minibatch
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)
@@ -611,8 +601,8 @@ def train(args: Args) -> dict:
         torch.manual_seed(args.seed)
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         agent.to(memory_format=torch.channels_last)  # the CNN's update takes a quarter less time on a CPU
-        update_threads = torch.get_num_threads() if agent.pixels else 1  # in the rollout they are in the workers' way
-        torch.set_num_threads(1)
+        update_threads = run.threads if agent.pixels else 1  # small layers are too small to share
+        torch.set_num_threads(1)  # in the rollout: more would take the workers' cores
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
@@ -631,9 +621,10 @@ def train(args: Args) -> dict:
                 draw = compile_function(draw, device)
 
         shape, obs_space, action_space = (args.num_steps, args.num_envs), *run.spaces
-        dtypes = torch.uint8 if agent.pixels else torch.float32, torch.float32 if agent.box else torch.int64
-        obs, followed = torch.zeros((2, *shape, *obs_space.shape), dtype=dtypes[0], device=device)
-        actions = torch.zeros((*shape, *action_space.shape), dtype=dtypes[1], device=device)
+        obs_dtype = torch.uint8 if agent.pixels else torch.float32
+        action_dtype = torch.float32 if agent.box else torch.int64
+        obs, followed = torch.zeros((2, *shape, *obs_space.shape), dtype=obs_dtype, device=device)
+        actions = torch.zeros((*shape, *action_space.shape), dtype=action_dtype, device=device)
         first = torch.zeros(shape, dtype=torch.bool, device=device)
         log_probs, values = torch.zeros((2, *shape), device=device)
         states = agent.initial_state(args.num_envs).repeat(args.num_steps + 1, 1, 1)  # [t] before step t, [t + 1] after
@@ -641,7 +632,7 @@ def train(args: Args) -> dict:
         next_first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()
         # While one half of the environments steps, the policy acts for the other, as in Sample Factory (Petrenko et al.
-        # 2020). On 2 cores an iteration takes 12% less on Breakout. A worker may have both.
+        # 2020). On 2 cores whole training is 1.13 times as fast on Breakout.
         halves = [slice(0, None, 2), slice(1, None, 2)][: args.num_envs]
 
         while run.global_step < run.budget:
@@ -656,7 +647,7 @@ def train(args: Args) -> dict:
                 if step > 0:  # what followed the half's last actions; the other half still steps
                     next_obs, rewards[before], terminated[before], truncated = envs.receive(rows)
                     next_first[rows] = done[before] = np.logical_or(terminated[before], truncated)
-                    # Where an episode ended, its last observation followed. T: environments last, like done.
+                    # Where an episode ended, its last observation followed; .T, so that done fits images and vectors.
                     next_obs = np.where(done[before], envs.final_obs[rows].T, next_obs.T).T
                     followed[before] = torch.as_tensor(next_obs, device=device)
                     run.count(len(next_obs), envs.episodes)
@@ -764,7 +755,7 @@ def put(array, i, value, name):
 
 def worker(connection, make_env, seeds, first, memory):
     """Steps environments `first`, `first` + 1, ... at each command. Answers: the episodes that ended, or a fault."""
-    for signum in SIGNALS:  # the parent decides when a run ends. Not SIG_IGN: what an environment starts inherits that
+    for signum in SIGNALS:  # ignored, as the parent ends a run; not by SIG_IGN, which child processes would inherit
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
@@ -774,6 +765,8 @@ def worker(connection, make_env, seeds, first, memory):
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
         for i, generator in enumerate(generators):
+            random.seed(env_seeds[i])  # for constructors that draw from the global generators
+            np.random.seed(env_seeds[i])
             envs.append(make_env())
             envs[i].action_space.seed(int(generator.integers(2**31)))
         games = {i: x.get_wrapper_attr("ended_games") for i, x in enumerate(envs) if x.has_wrapper_attr("ended_games")}
@@ -789,7 +782,7 @@ def worker(connection, make_env, seeds, first, memory):
                     episodes += [(first + i, returns[i], steps[i])] if begin and i not in games else []
                 if begin:
                     draw = int(generators[i].integers(2**32))
-                    random.seed(draw)  # for environments that draw from the global generators
+                    random.seed(draw)  # for resets that do
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
                     env_seeds[i], returns[i], steps[i] = None, 0.0, 0
@@ -808,13 +801,13 @@ def worker(connection, make_env, seeds, first, memory):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs; step(actions) -> (obs,
-    rewards, terminated, truncated): views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
-    space's dtype, or float32 for floats. Where an episode ends, the next begins in that step: `obs` has its first
-    observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
-    `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
-    draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why. `step` is
-    `send` and `receive`; there rows [0::2] and [1::2] may take turns, first in, first out."""
+    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs, step(actions) -> obs,
+    rewards, terminated, truncated: views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
+    space's dtype, or float32 for floats. When an episode ends, the next begins in that step: `obs` is its first
+    observation, `final_obs` the ended one's last; `episodes` lists (environment, return, length). One that is not
+    `active` rests. `seed`, one int or several, fixes all that happens, with any number of workers, but for what `step`
+    draws from a global generator. `make_env` is picklable. SystemExit says which environment failed, and why. `step` is
+    `send` and `receive`, by which rows [0::2] and [1::2] may take turns, first in, first out."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -828,7 +821,7 @@ class SubprocVecEnv(AbstractContextManager):
         fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
-        context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
+        context = multiprocessing.get_context("forkserver")  # forks workers from a process with imports, but no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
         memory = context.RawArray("b", num_envs * row.itemsize), row
         vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
@@ -891,14 +884,13 @@ class SubprocVecEnv(AbstractContextManager):
         for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
-            process.join(1)
         atexit.unregister(self.close)
 
     __exit__ = close
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. What is an int, or named like a rate, is 0 or more."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
@@ -950,31 +942,28 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes checkpoint.pt (first at
-    its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
+    """One run and its directory. Unless killed (SIGKILL, a closed terminal), its last whole iteration is saved."""
 
-    # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
-    progress |= {"wall_seconds": 0.0, "wandb_id": None}
+    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # kept in checkpoints, as at first; each is an attribute
 
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
         self.checkpoint, saved_in = read_checkpoint(args.resume) if args.resume is not None else ({}, None)
-        exp_name = "_".join([args.exp_name, *(v for k, v in vars(args).items() if k in ("order", "objective", "rnn"))])
-        name = f"{args.env_id}__{exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
         self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: name another, or go on with it by --resume")
         vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
         self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
-        old = self.checkpoint.get("args", {}) | {"resume": args.resume, "run_dir": args.run_dir}
-        changed = {k: [old[k], v] for k, v in vars(args).items() if old.get(k, v) != v}
+        was = self.old_args = vars(type(args)()) | self.checkpoint.get("args", vars(args))  # copies may have new flags
+        changed = {k: [was[k], v] for k, v in vars(args).items() if was[k] != v and k not in ("resume", "run_dir")}
         self.changed = "; ".join(f"--{k.replace('_', '-')} was {x}, is {y}" for k, (x, y) in changed.items())
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        left, batch_size = max(0, args.total_timesteps - self.global_step), args.num_envs * args.num_steps
-        self.budget = self.global_step + left - left % (batch_size or 1)  # num_steps 0 (adaptive KL): whole episodes
+        size = args.num_envs * args.num_steps or 1  # of a batch; num_steps 0 (adaptive KL): whole episodes
+        self.budget = self.global_step + max(0, args.total_timesteps - self.global_step) // size * size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)
@@ -998,8 +987,10 @@ class Run(AbstractContextManager):
         if saved:
             try:
                 for name in parts if args.total_timesteps else ["model"]:
-                    parts[name].load_state_dict(saved[name])
-                for generator, state in zip(self.generators, saved["rng"] if args.total_timesteps else []):
+                    bounds = {k: v for k, v in parts[name].state_dict().items() if k in ("low", "high")}  # of this env
+                    parts[name].load_state_dict(saved[name] | bounds)
+                goes_on = args.total_timesteps and args.seed == self.old_args["seed"]  # another seed draws anew
+                for generator, state in zip(self.generators, saved["rng"] if goes_on else []):
                     generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise SystemExit(f"--resume {args.resume} does not fit; {self.changed} ({one_line(error)})") from None
@@ -1017,11 +1008,11 @@ class Run(AbstractContextManager):
             self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
         self._take_snapshot()
         self._write("checkpoint.pt", self.snapshot)
-        (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
+        (self.directory / "result.json").unlink(missing_ok=True)  # no longer the end of the run
         self._write("args.json", vars(args))
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
-            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
+            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**self.old_args), args)]
             print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
@@ -1051,7 +1042,7 @@ class Run(AbstractContextManager):
 
     def count(self, num_steps, episodes):
         """Counts environment steps, and logs the episodes that ended in them."""
-        if self.signum is not None:  # what it raised was lost, as in a destructor
+        if self.signum is not None:  # raised in a destructor, where Python drops exceptions
             raise SystemExit(128 + self.signum)
         self.global_step += num_steps
         for _, episodic_return, length in episodes:
@@ -1069,7 +1060,7 @@ class Run(AbstractContextManager):
         if not all(tensor.isfinite().all() for tensor in state):
             self.finish([], [], "diverged")
             raise SystemExit(f"diverged at step {self.global_step}: not finite any more; try a lower --learning-rate")
-        self.writer.flush()  # raises what its thread met, such as a full disk
+        self.writer.flush()  # before a checkpoint, or a resume finds a gap; raises what its thread met: a full disk
         self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + rollout + update
         self._take_snapshot()
         last = self.global_step >= self.budget

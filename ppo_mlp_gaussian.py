@@ -66,9 +66,6 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__":  # a Ctrl-C in the seconds that the imports take ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import gymnasium as gym
 import numpy as np
 import torch
@@ -299,7 +296,7 @@ def minibatch_gradient(agent, args, normed_obs, actions, log_probs, values, adva
 
 
 def update(agent, optimizer, gradient, args, batch):
-    """`update_epochs` passes over the batch, tensors [batch_size, ...]. -> metrics by name, means over the update"""
+    """`update_epochs` passes over the batch, cut along its tensors' first dimension. -> metrics by name, their means"""
     log_ratios, losses = [], []  # of each minibatch
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)
@@ -329,7 +326,7 @@ def annealing(args, global_step):
 def evaluate(run, agent, make, video_folder=None):
     """Plays and logs `eval_episodes` greedy episodes on fresh environments. -> their returns and lengths
 
-    Those that begin first count: those that end first would be the short ones.
+    The first that begin count, as the first that end would be the short ones.
     """
     args, num_episodes = run.args, run.args.eval_episodes
     if num_episodes == 0:
@@ -492,7 +489,7 @@ def put(array, i, value, name):
 
 def worker(connection, make_env, seeds, first, memory):
     """Steps environments `first`, `first` + 1, ... at each command. Answers: the episodes that ended, or a fault."""
-    for signum in SIGNALS:  # the parent decides when a run ends. Not SIG_IGN: what an environment starts inherits that
+    for signum in SIGNALS:  # ignored, as the parent ends a run; not by SIG_IGN, which child processes would inherit
         signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # End with the parent, even in the midst of a step: its sentinel is ready as soon as it is gone, however it went.
@@ -502,6 +499,8 @@ def worker(connection, make_env, seeds, first, memory):
     env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
     try:
         for i, generator in enumerate(generators):
+            random.seed(env_seeds[i])  # for constructors that draw from the global generators
+            np.random.seed(env_seeds[i])
             envs.append(make_env())
             envs[i].action_space.seed(int(generator.integers(2**31)))
         while command := os.read(connection.fileno(), 1):
@@ -513,11 +512,10 @@ def worker(connection, make_env, seeds, first, memory):
                     view.terminated[i], view.truncated[i], begin = terminated, truncated, terminated or truncated
                     returns[i], steps[i] = returns[i] + put(view.rewards, i, reward, "a reward").item(), steps[i] + 1
                     put(view.final_obs if begin else view.obs, i, obs, "an observation")
-                    if begin:
-                        episodes.append((first + i, returns[i], steps[i]))
+                    episodes += [(first + i, returns[i], steps[i])] if begin else []
                 if begin:
                     draw = int(generators[i].integers(2**32))
-                    random.seed(draw)  # for environments that draw from the global generators
+                    random.seed(draw)  # for resets that do
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
                     env_seeds[i], returns[i], steps[i] = None, 0.0, 0
@@ -535,12 +533,12 @@ def worker(connection, make_env, seeds, first, memory):
 
 
 class SubprocVecEnv(AbstractContextManager):
-    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs; step(actions) -> (obs,
-    rewards, terminated, truncated): views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
-    space's dtype, or float32 for floats. Where an episode ends, the next begins in that step: `obs` has its first
-    observation, `final_obs` the old one's last, `episodes` (environment, return, length). Environments rest where
-    `active` is false. `seed`, one int or several, fixes all that happens, with any number of workers, but for what
-    draws from a global generator in `step`. `make_env` is picklable. SystemExit says which failed, and why."""
+    """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs, step(actions) -> obs,
+    rewards, terminated, truncated: views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
+    space's dtype, or float32 for floats. When an episode ends, the next begins in that step: `obs` is its first
+    observation, `final_obs` the ended one's last; `episodes` lists (environment, return, length). One that is not
+    `active` rests. `seed`, one int or several, fixes all that happens, with any number of workers, but for what `step`
+    draws from a global generator. `make_env` is picklable. SystemExit says which environment failed, and why."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -554,7 +552,7 @@ class SubprocVecEnv(AbstractContextManager):
         fields = [("obs", *obs_type), ("final_obs", *obs_type), ("actions", action_space.dtype, action_space.shape)]
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
-        context = multiprocessing.get_context("forkserver")  # workers come from a process that has imports, no threads
+        context = multiprocessing.get_context("forkserver")  # forks workers from a process with imports, but no threads
         context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
         memory = context.RawArray("b", num_envs * row.itemsize), row
         vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
@@ -614,14 +612,13 @@ class SubprocVecEnv(AbstractContextManager):
         for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
-            process.join(1)
         atexit.unregister(self.close)
 
     __exit__ = close
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. What is an int, or named like a rate, is 0 or more."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
@@ -673,31 +670,28 @@ def parse_args(default):
 
 
 class Run(AbstractContextManager):
-    """One run. However it ends, except by SIGKILL, its last whole iteration is saved. Writes checkpoint.pt (first at
-    its start), args.json, curves, result.json (if it only evaluates: eval.json), videos/."""
+    """One run and its directory. Unless killed (SIGKILL, a closed terminal), its last whole iteration is saved."""
 
-    # What a checkpoint holds besides networks, optimizers, random states and flags, as at first. Each is an attribute.
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
-    progress |= {"wall_seconds": 0.0, "wandb_id": None}
+    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # kept in checkpoints, as at first; each is an attribute
 
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
         self.checkpoint, saved_in = read_checkpoint(args.resume) if args.resume is not None else ({}, None)
-        exp_name = "_".join([args.exp_name, *(v for k, v in vars(args).items() if k in ("order", "objective", "rnn"))])
-        name = f"{args.env_id}__{exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.6f}".replace("/", "-").replace(":", "-")
         self.directory = Path(args.run_dir or saved_in or f"runs/{name}")
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: name another, or go on with it by --resume")
         vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
         self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
-        old = self.checkpoint.get("args", {}) | {"resume": args.resume, "run_dir": args.run_dir}
-        changed = {k: [old[k], v] for k, v in vars(args).items() if old.get(k, v) != v}
+        was = self.old_args = vars(type(args)()) | self.checkpoint.get("args", vars(args))  # copies may have new flags
+        changed = {k: [was[k], v] for k, v in vars(args).items() if was[k] != v and k not in ("resume", "run_dir")}
         self.changed = "; ".join(f"--{k.replace('_', '-')} was {x}, is {y}" for k, (x, y) in changed.items())
         git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--verify", "--quiet", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         self.starts = [*self.starts, {"global_step": self.global_step, "changed": changed, "commit": commit or None}]
-        left, batch_size = max(0, args.total_timesteps - self.global_step), args.num_envs * args.num_steps
-        self.budget = self.global_step + left - left % (batch_size or 1)  # num_steps 0 (adaptive KL): whole episodes
+        size = args.num_envs * args.num_steps or 1  # of a batch; num_steps 0 (adaptive KL): whole episodes
+        self.budget = self.global_step + max(0, args.total_timesteps - self.global_step) // size * size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
         threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)
@@ -721,8 +715,10 @@ class Run(AbstractContextManager):
         if saved:
             try:
                 for name in parts if args.total_timesteps else ["model"]:
-                    parts[name].load_state_dict(saved[name])
-                for generator, state in zip(self.generators, saved["rng"] if args.total_timesteps else []):
+                    bounds = {k: v for k, v in parts[name].state_dict().items() if k in ("low", "high")}  # of this env
+                    parts[name].load_state_dict(saved[name] | bounds)
+                goes_on = args.total_timesteps and args.seed == self.old_args["seed"]  # another seed draws anew
+                for generator, state in zip(self.generators, saved["rng"] if goes_on else []):
                     generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise SystemExit(f"--resume {args.resume} does not fit; {self.changed} ({one_line(error)})") from None
@@ -740,11 +736,11 @@ class Run(AbstractContextManager):
             self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
         self._take_snapshot()
         self._write("checkpoint.pt", self.snapshot)
-        (self.directory / "result.json").unlink(missing_ok=True)  # an end that this start goes on from
+        (self.directory / "result.json").unlink(missing_ok=True)  # no longer the end of the run
         self._write("args.json", vars(args))
         self.writer = SummaryWriter(self.directory, purge_step=self.global_step + 1)  # drops what no checkpoint holds
         if self.changed:
-            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**saved["args"]), args)]
+            rates = [x.learning_rate * annealing(x, self.global_step) for x in (SimpleNamespace(**self.old_args), args)]
             print(self.changed, "the annealed --learning-rate was {:.3g}, is {:.3g}".format(*rates), sep="; ")
         print(f"{self.directory}: up to step {self.budget} of {args.total_timesteps}, on {self.device}", flush=True)
 
@@ -774,7 +770,7 @@ class Run(AbstractContextManager):
 
     def count(self, num_steps, episodes):
         """Counts environment steps, and logs the episodes that ended in them."""
-        if self.signum is not None:  # what it raised was lost, as in a destructor
+        if self.signum is not None:  # raised in a destructor, where Python drops exceptions
             raise SystemExit(128 + self.signum)
         self.global_step += num_steps
         for _, episodic_return, length in episodes:
@@ -792,7 +788,7 @@ class Run(AbstractContextManager):
         if not all(tensor.isfinite().all() for tensor in state):
             self.finish([], [], "diverged")
             raise SystemExit(f"diverged at step {self.global_step}: not finite any more; try a lower --learning-rate")
-        self.writer.flush()  # raises what its thread met, such as a full disk
+        self.writer.flush()  # before a checkpoint, or a resume finds a gap; raises what its thread met: a full disk
         self.iteration, self.training_seconds = self.iteration + 1, self.training_seconds + rollout + update
         self._take_snapshot()
         last = self.global_step >= self.budget

@@ -118,6 +118,11 @@ class Bare(Misbehaving):
         super().__init__(discrete=discrete)
 
 
+class Drawn(Misbehaving):
+    def render(self):
+        return np.full((64, 64, 3), self.steps % 256, np.uint8)
+
+
 class Counting(Misbehaving):
     """Every episode earns 1 in each of its seven steps, whatever its `info` claims."""
 
@@ -182,6 +187,7 @@ register("Healthy")
 register("Action")  # DiscreteAction is Healthy with other actions
 register("InfiniteBounds", bound=np.inf)
 register("EqualBounds", bound=0.0)
+register("WideBounds", bound=3.0)
 register("BinaryActions", actions=gym.spaces.MultiBinary(2))
 register("WholeNumberActions", actions=gym.spaces.Box(-1, 1, (2,), np.int64))
 # Bounds that are no float32: the nearest ones lie outside.
@@ -214,6 +220,8 @@ register("EnormousRewards", "enormous rewards")
 register("EnormousRewardsAtOnce", "enormous rewards at once")
 register("LargestRewards", "largest rewards")
 register("Bare", entry_point=Bare)
+register("Drawn", entry_point=Drawn)
+register("NoLimit", limit=None)
 register("Counting", entry_point=Counting)
 register("OneInfo", entry_point=Counting, info="same")
 register("OwnEpisodes", entry_point=Counting, info="own")

@@ -93,11 +93,6 @@ def agent(**flags):
     return policy
 
 
-def train(directory, **flags):
-    sizes = {"num_envs": 2, "num_workers": 1, "num_minibatches": 4, "eval_episodes": 0, "cuda": False}
-    ppo.train(ppo.Args(env_id="Hopper-v5", run_dir=str(directory), **sizes, **flags))
-
-
 @pytest.mark.parametrize("teeth", [2, 3, TEETH])
 def test_density_is_the_interpolation_and_integrates_to_one(teeth):
     logits = rows(*EVERY, teeth=teeth)
@@ -282,35 +277,6 @@ def test_as_coded_draws_one_density_and_scores_another():
     assert (flat > 1 - 2 / 31).float().mean() == pytest.approx(2 / 32, abs=3e-3)
     assert (flat > 1 - 1 / 31).float().mean() == pytest.approx(1 / 32, abs=3e-3)
     assert flat.mean() == pytest.approx(15.96875 / 31 * 2 - 1, abs=6e-3)
-
-
-@pytest.mark.parametrize("flags", [{}, {"density": "as-coded"}, {"num_teeth": 2, "ent_coef": 0.01}], ids=str)
-def test_first_minibatch_has_ratio_one_in_training(flags, record_ratios, tmp_path):
-    ratios = record_ratios(ppo)
-    train(tmp_path / "run", total_timesteps=512, num_steps=128, update_epochs=2, learning_rate=1e-3, **flags)
-    assert len(ratios) == 16
-    for first in (ratios[0], ratios[8]):  # the second iteration has observation statistics
-        torch.testing.assert_close(first, torch.ones_like(first), atol=1e-5, rtol=0)
-    assert (ratios[7] - 1).abs().max() > 1e-4
-
-
-def test_actions_that_are_scored_are_those_that_were_sent(monkeypatch, tmp_path):
-    sent, scored, step, update = [], [], ppo.SubprocVecEnv.step, ppo.update
-
-    def spy_step(envs, actions):
-        result = step(envs, actions)
-        assert np.array_equal(envs.actions, actions)  # nothing was clipped
-        sent.append(envs.actions.copy())
-        return result
-
-    def spy_update(agent, optimizer, gradient, args, batch):
-        scored.append(batch[1].numpy().copy())
-        return update(agent, optimizer, gradient, args, batch)
-
-    monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
-    monkeypatch.setattr(ppo, "update", spy_update)
-    train(tmp_path / "run", total_timesteps=128, num_steps=64, update_epochs=1)
-    np.testing.assert_array_equal(np.concatenate(sent), scored[0])
 
 
 def test_entropy_bonus_flattens_the_densities_and_is_left_out_at_zero():

@@ -1,7 +1,10 @@
 """The flagship on the real HumanoidBench; skipped where that is not installed."""
 
 import resource
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,6 +53,15 @@ def test_renders(env_id, tmp_path, monkeypatch):
     monkeypatch.setattr(MujocoRenderer, "_get_viewer", lambda *_, **__: viewer)
     env = ppo.make_env(env_id, 1, str(tmp_path))
     assert env.unwrapped.render().shape == (2, 2, 3)
+
+
+def test_an_id_that_names_the_module_is_mended_too_and_no_task_prints():
+    """In a process that has not imported it yet, whose first environment would open a GL context."""
+    code = "import ppo_interleaved_gru_beta as p; env = p.make_env('humanoid_bench:h1-walk-v0'); print(env.render_mode)"
+    code += "; from humanoid_bench.envs import cabinet; cabinet.print('Completed subtask')"
+    root = Path(ppo.__file__).parent
+    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert process.stdout.splitlines()[-1] == "None", process.stderr
 
 
 @pytest.mark.parametrize("env_id, pose_actions", [("h1-walk-v0", False), ("g1-walk-v0", True)])

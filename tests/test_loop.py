@@ -20,10 +20,12 @@ BASE, FLAGSHIP, VALUE_FIRST = "ppo_mlp_gaussian", "ppo_interleaved_gru_beta", "p
 ADAPTIVE, RECURRENT, COMB = "ppo_kl_adaptive", "ppo_lstm_atari", "ppo_comb_dist"
 VARIANTS = [
     (BASE, {}),
-    (BASE, {"scale_actions": True, "norm_obs": False}),
+    (BASE, {"scale_actions": True, "norm_obs": False, "fixed_std": 0.1}),
     (FLAGSHIP, {}),
     (FLAGSHIP, {"reward_scale": 0.25, "norm_reward": False, "beta_head": "alpha"}),
     (FLAGSHIP, {"reward_scale": 0.25, "separate_critic": True, "window": 3}),
+    (FLAGSHIP, {"interleave": False}),
+    (FLAGSHIP, {"window": 1}),
     (VALUE_FIRST, {"norm_obs": True, "norm_reward": True}),
     (VALUE_FIRST, {"norm_obs": True, "discrete": True}),
     (VALUE_FIRST, {"norm_obs": True, "discrete": True, "order": "joint", "shared_update": True}),
@@ -36,6 +38,7 @@ VARIANTS = [
     (RECURRENT, {"rnn": "lstm", "discrete": True}),
     (RECURRENT, {"rnn": "gru", "norm_obs": True, "discrete": True}),
     (COMB, {}),
+    (COMB, {"density": "as-coded"}),
 ]
 ENVS, STEPS, LIMIT = 4, 20, 10
 

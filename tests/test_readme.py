@@ -20,7 +20,7 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("ppo_*.py"))
 # Scalars that not every script writes by default.
 WRITTEN_BY = {
     "losses/action_std": ["ppo_mlp_gaussian"],
-    "losses/state_loss": ["ppo_interleaved_gru_beta"],
+    **dict.fromkeys(("losses/state_loss", "losses/gamma"), ["ppo_interleaved_gru_beta"]),
     "losses/explained_variance_after": ["ppo_value_first"],
     "losses/advantage_variance_ratio": ["ppo_value_first"],
     "losses/clamped_targets": [],

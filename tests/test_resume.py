@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import misbehaving
@@ -24,6 +27,7 @@ from conftest import (
     TESTS,
     adaptive,
     base,
+    comb,
     every,
     few,
     flagship,
@@ -34,6 +38,8 @@ from conftest import (
     small_args,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+BOX = gym.spaces.Box(-np.inf, np.inf, (3,))
 
 
 class Stop(Exception):
@@ -140,6 +146,23 @@ def test_a_fixed_std_given_anew_at_a_resume_is_used(copied):
     assert (stds[2] != stds[1]).all()
 
 
+@scripts(base, comb, adaptive, flagship)
+def test_a_resume_has_the_bounds_of_its_own_environment(module, copied):
+    directory = copied(module)
+    before = load(directory)["model"]["high"]
+    module.train(resume_args(module, directory, total_timesteps=4 * BATCH, env_id="misbehaving:WideBounds-v0"))
+    assert load(directory)["model"]["high"].equal(3 * before) and load(directory)["model"]["low"].equal(-3 * before)
+
+
+def test_resumes_with_another_seed_draw_other_numbers(copied):
+    states = []
+    for seed in (1, 2, 3):
+        directory = copied(base, f"seed-{seed}")
+        base.train(resume_args(base, directory, total_timesteps=4 * BATCH, seed=seed))
+        states.append(load(directory)["rng"][0].numpy().tobytes())
+    assert len(set(states)) == 3
+
+
 @few(base, recurrent)
 def test_two_resumes_of_one_checkpoint_are_the_same_run(module, copied):
     checkpoints = []
@@ -161,17 +184,18 @@ def test_resume_goes_on_in_another_directory_and_leaves_its_own_alone(copied, tm
     assert differences(trained(load(tmp_path / "new")), trained(load(directory))) == []
 
 
-def test_resume_seeds_its_environments_by_seed_and_iteration(copied, tmp_path, monkeypatch):
-    seeds = []
+@every
+def test_resume_seeds_its_environments_by_seed_and_iteration(module, copied, tmp_path, monkeypatch):
+    seeds, directory = [], copied(module)
 
     def stop(make_env, num_envs, num_workers, seed):
         seeds.append(seed)
         raise Stop
 
-    monkeypatch.setattr(base, "SubprocVecEnv", stop)
-    for args in (resume_args(base, copied(base), total_timesteps=5 * BATCH), small_args(base, tmp_path / "fresh")):
+    monkeypatch.setattr(module, "SubprocVecEnv", stop)
+    for args in (resume_args(module, directory, total_timesteps=5 * BATCH), small_args(module, tmp_path / "fresh")):
         with pytest.raises(Stop):
-            base.train(args)
+            module.train(args)
     assert seeds == [[1, 3], [1, 0]]
     streams = [np.random.SeedSequence(seed).spawn(2)[1].generate_state(4).tolist() for seed in ([1, 3], [1, 0], 1)]
     assert streams[0] != streams[1] == streams[2]
@@ -308,6 +332,29 @@ def test_checkpoint_args_and_result_hold_what_other_tools_read(module, finished)
     assert result["starts"] == checkpoint["starts"] == [{"global_step": 0, "changed": {}, "commit": commit}]
 
 
+def test_speed_is_the_last_iterations_and_the_mean_that_of_100_episodes(tmp_path):
+    with base.Run(small_args(base, tmp_path / "run")) as run:
+        run.begin(SimpleNamespace(single_observation_space=BOX, single_action_space=BOX), model=torch.nn.Linear(1, 1))
+        for i, seconds in enumerate((2, 8, 4)):
+            run.count(64, [(0, float(64 * i + j), 1) for j in range(64)])
+            now = time.perf_counter()
+            run.end_iteration({}, now - seconds, now - 1)
+        result = run.finish([], [])
+    curves = points(tmp_path / "run")
+    assert [speed for _, speed in curves["charts/SPS"]] == pytest.approx([32, 8, 16], rel=0.02)
+    assert [x for _, x in curves["time/rollout"]] == pytest.approx([1, 7, 3], rel=0.02)
+    assert result["mean_return_last_100"] == sum(range(92, 192)) / 100
+
+
+def test_checkpoints_are_written_at_their_interval_and_at_both_ends(tmp_path, monkeypatch):
+    written, write = [], base.Run._write
+    monkeypatch.setattr(
+        base.Run, "_write", lambda run, name, state: (written.append((name, run.iteration)), write(run, name, state))
+    )
+    base.train(small_args(base, tmp_path / "run", 5, checkpoint_interval=2))
+    assert sorted({iteration for name, iteration in written if name == "checkpoint.pt"}) == [0, 2, 4, 5]
+
+
 def test_result_counts_the_time_of_all_starts(copied):
     directory = copied(base)
     checkpoint = load(directory)
@@ -326,6 +373,60 @@ def test_compiled_run_saves_the_same_keys(module, finished, tmp_path):
 
 
 # Evaluation
+
+
+@every
+def test_greedy_actions_are_of_normalised_observations(module):
+    preset = getattr(module, "PRESETS", {}).get("paper", {})  # the post's scaler is another one
+    agent = module.Agent(BOX, gym.spaces.Box(-1, 1, (2,)), module.Args(**preset | {"norm_obs": True}))
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    fresh, obs = copy.deepcopy(agent), torch.randn(8, 3)
+    agent.obs_norm.mean += 3
+    agent.obs_norm.var *= 4
+
+    def act(agent, obs):
+        memory = {flagship: "empty_windows", recurrent: "initial_state"}.get(module)
+        return agent.act(obs, torch.ones(8, dtype=bool), getattr(agent, memory)(8))[0] if memory else agent.act(obs)
+
+    torch.testing.assert_close(act(agent, 3 + 2 * obs), act(fresh, obs), atol=1e-4, rtol=0)
+    assert (act(agent, 3 + 2 * obs) - act(agent, obs)).abs().max() > 0.01
+
+
+@every
+def test_evaluation_counts_the_first_episodes_started_whatever_the_number_of_workers(module, copied, monkeypatch):
+    directory = copied(module)
+    playing, numbers, started, step = list(range(4)), itertools.count(4), {}, module.SubprocVecEnv.step
+
+    def spy(envs, actions, active=True):
+        outcome = step(envs, actions, active)
+        for env, episodic_return, _ in envs.episodes:
+            started[playing[env]], playing[env] = episodic_return, next(numbers)
+        return outcome
+
+    monkeypatch.setattr(module.SubprocVecEnv, "step", spy)
+    args = resume_args(module, directory, total_timesteps=0, eval_episodes=16)
+    returns = module.train(args)["returns"]
+    assert returns == [started[i] for i in range(16)] != [*started.values()][:16]
+    assert module.train(replace(args, num_workers=1))["returns"] == returns and len(set(returns)) == 16
+
+
+@every
+def test_evaluation_of_a_task_without_a_time_limit_ends(module, tmp_path, monkeypatch):
+    made, init = [], module.SubprocVecEnv.__init__
+    spy = lambda envs, *inputs: (made.append(inputs[0]), init(envs, *inputs))[1]  # noqa: E731
+    monkeypatch.setattr(module.SubprocVecEnv, "__init__", spy)
+    module.train(small_args(module, tmp_path / "run", 1, "NoLimit", eval_episodes=1))
+    assert made[-1]().get_wrapper_attr("_max_episode_steps") == 27000
+
+
+@every
+def test_videos_are_of_the_last_evaluation(module, tmp_path, capsys):
+    module.train(small_args(module, tmp_path / "run", 2, "Drawn", eval_episodes=2, eval_interval=1, capture_video=True))
+    names = [file.name for file in sorted((tmp_path / "run/videos").iterdir())]
+    assert names == [f"rl-video-episode-{i}.mp4" for i in (0, 1)]
+    assert f"recorded in {tmp_path / 'run/videos'}" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method")  # of torch itself
@@ -392,15 +493,6 @@ def test_evaluation_is_printed_even_if_it_can_not_be_written(copied, capsys):
     with pytest.raises(SystemExit, match=r"^[^\n]*eval.json'$"):
         base.train(resume_args(base, directory, total_timesteps=0))
     assert "evaluation: mean return " in capsys.readouterr().out
-
-
-@every
-def test_evaluation_counts_the_first_episodes_started_whatever_the_number_of_workers(module, copied):
-    directory, returns = copied(module), []
-    for num_workers in (1, 2):
-        args = resume_args(module, directory, total_timesteps=0, eval_episodes=9, num_workers=num_workers)
-        returns.append(module.train(args)["returns"])
-    assert returns[0] == returns[1] and len(set(returns[0])) == 9
 
 
 @every
@@ -541,6 +633,23 @@ def test_seeds_share_no_stream():
     found = {str(seed): rows(seed) for seed in (1, 2, [1, 1], [1, 2], [1, 2**31])}
     assert len(set(sum(found.values(), []))) == 5 * 12
     assert rows(1) == found["1"]
+
+
+def make_random():
+    """Its constructor draws from both global generators."""
+    drawn = [np.random.normal(), random.gauss(0, 1), 0]
+    return gym.wrappers.TransformObservation(make_healthy(), partial(np.add, drawn), misbehaving.Misbehaving.space)
+
+
+def test_what_constructors_draw_is_seeded_too():
+    def rows(make, num_workers):
+        with base.SubprocVecEnv(make, 4, num_workers, 1) as envs:
+            return envs.reset().copy()
+
+    found = rows(make_random, 1)
+    assert (rows(make_random, 2) == found).all() and (rows(make_random, 4) == found).all()
+    drawn = found - rows(make_healthy, 1)
+    assert len(np.unique(drawn[:, :2].round(4))) == 8  # each environment draws its own
 
 
 def raise_in_constructor():

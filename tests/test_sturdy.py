@@ -365,6 +365,10 @@ def test_a_worker_for_each_core_that_this_process_may_use(monkeypatch, quota, pr
     monkeypatch.setattr(Path, "read_text", lambda path: quota if str(path) == "/sys/fs/cgroup/cpu.max" else 1 / 0)
     with base.SubprocVecEnv(partial(gym.make, "misbehaving:Healthy-v0"), 8, 0, 1) as envs:
         assert len(envs.workers) == processes
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    with base.SubprocVecEnv(partial(gym.make, "misbehaving:Healthy-v0"), 8, 0, 1) as envs:
+        assert len(envs.workers) == processes
 
 
 @each_text
@@ -464,14 +468,6 @@ def test_second_interrupt_ends_the_run_all_the_same(start):
     time.sleep(1)  # the first one gives the worker that hangs two seconds to end
     run.signal(signal.SIGINT)
     run.assert_stops(signal.SIGINT, iterations=2)
-
-
-@scripts(base, recurrent)
-def test_interrupt_while_modules_are_imported_leaves_no_traceback(start, module):
-    run = start(*ENDLESS, module=module, PYTHONVERBOSE="1")  # names each module on stderr as it is imported
-    run.wait_until(lambda: "import 'numpy'" in run.stderr.read_text())
-    run.signal(signal.SIGINT)
-    run.assert_ends(-signal.SIGINT, since=run.sent)
 
 
 @few(flagship)
@@ -696,6 +692,7 @@ def test_changed_copy_goes_on_with_the_runs_of_the_original_and_it_with_them(mon
     directory = shutil.copytree(finished(module), tmp_path / "copy")
     field = '@dataclass\nclass Args:\n    new_flag: float = 0.5\n    """a new one"""\n'
     text = Path(module.__file__).read_text().replace("@dataclass\nclass Args:\n", field)
+    text += "    pass\nplain = annealing\nannealing = lambda args, step: args.new_flag * plain(args, step)\n"
     (tmp_path / f"my_{module.__name__}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     mine = importlib.import_module(f"my_{module.__name__}")
@@ -705,7 +702,11 @@ def test_changed_copy_goes_on_with_the_runs_of_the_original_and_it_with_them(mon
     assert parse(monkeypatch, mine, *flags, 5 * BATCH).new_flag == 0.7
     result = module.train(parse(monkeypatch, module, *flags, 5 * BATCH))
     assert (result["script"], result["iterations"]) == (module.__name__, 5)
-    assert [list(start["changed"]) for start in result["starts"]] == [[], ["total_timesteps"], ["total_timesteps"]]
+    assert [list(start["changed"]) for start in result["starts"]] == [
+        [],
+        ["new_flag", "total_timesteps"],
+        ["total_timesteps"],
+    ]
 
 
 def test_run_directory_that_can_not_be_used_is_one_line_and_not_touched(monkeypatch, finished, tmp_path):
@@ -921,19 +922,10 @@ def test_runs_of_one_name_have_a_directory_each(start, tmp_path):
     for run in started:
         run.assert_ends(0)
     directories = list((tmp_path / "runs").iterdir())
+    name = r"misbehaving-Healthy-v0__ppo_mlp_gaussian__1__\d+\.\d{6}"
+    assert all(re.fullmatch(name, directory.name) for directory in directories)
     assert {json.loads((x / "args.json").read_text())["learning_rate"] for x in directories} == {1e-3, 1e-4}
     assert len(directories) == 2
-
-
-@every
-def test_default_name_of_a_run_tells_variants_apart(tmp_path, monkeypatch, module):
-    variants = {value_first: {"order": "joint"}, adaptive: {"objective": "kl-fixed"}, recurrent: {"rnn": "gru"}}
-    variant = variants.get(module, {})
-    monkeypatch.chdir(tmp_path)
-    module.train(small_args(module, "", 1, run_dir=None, **variant))
-    (directory,) = (tmp_path / "runs").iterdir()
-    name = "_".join([module.__name__, *variant.values()])
-    assert re.fullmatch(rf"misbehaving-\w+-v0__{name}__1__\d+\.\d{{6}}", directory.name)
 
 
 @every

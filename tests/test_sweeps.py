@@ -1,5 +1,6 @@
 """benchmark.sh: the real script swept, interrupted, broken, started again; plot_runs.py: numbers known by hand."""
 
+import fcntl
 import importlib
 import json
 import math
@@ -199,11 +200,18 @@ def test_of_a_wrong_flag_the_complaint_is_shown(tmp_path):
     assert code == 1 and "Unrecognized options: --gamam" in output.split("\nfailed: ")[1]
 
 
-@pytest.mark.parametrize("code, message", [(1, "another process works at this run"), (71, None)])
-def test_only_a_lock_that_another_holds_keeps_a_run_from_starting(code, message, tmp_path):
-    path = program(tmp_path / "bin" / "flock", f"exit {code}")  # 71: no locks available
-    ended, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=quick_python(tmp_path), PATH=path))
-    assert message in output and ended == 1 if message else "1 finished" in output and ended == 0
+def test_a_run_that_another_process_works_at_is_not_started(tmp_path):
+    python = quick_python(tmp_path)
+    finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python))
+    (log,) = (tmp_path / "runs").glob("*.log")
+    (log.with_suffix("") / "result.json").unlink()
+    with open(log, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python))
+    assert code == 1 and "another process works at this run" in output
+    path = program(tmp_path / "bin" / "flock", "exit 71")  # no locks available
+    code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python, PATH=path))
+    assert code == 0 and "1 finished" in output
 
 
 def test_without_the_programs_that_macos_lacks_it_runs(tmp_path):
@@ -263,6 +271,7 @@ def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--gamma", "1"], "flags of the script come after --"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--seed", "3"], "--seed can't come after --"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--run_dir=d"], "--run_dir can't come after --"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--gamma=1", "--gamma", "1"], "--gamma is given"),
         (["base", "--seeds", "9"], "a suite has its own"),
         (["base", "--seeds", "1"], "a suite has its own"),
         (["base", "--runs", ""], "--runs needs a value"),
@@ -583,6 +592,20 @@ def test_a_published_curve_is_drawn_over_steps_as_far_as_the_runs_reach(tmp_path
         plot_runs.draw([run], references, axis, tmp_path / "figure.png")
         lines = [line for line in plot_runs.plt.gcf().axes[0].get_lines() if line.get_label() == "theirs"]
         assert [line.get_xydata().tolist() for line in lines] == drawn
+
+
+def test_seeds_of_another_speed_are_all_drawn_to_their_end(tmp_path):
+    """Over minutes; an IQM would end with the fastest."""
+    steps = np.arange(0, 1001.0, 10)
+    runs = [
+        plot_runs.Run(
+            tmp_path, "A-v0", seed, {}, np.stack([steps, seed * steps, steps], 1), "finished", 1.0, 1.0, "ours"
+        )
+        for seed in range(1, 7)
+    ]
+    for axis, lines in (("steps", 1), ("minutes", 7)):
+        plot_runs.draw(runs, {}, axis, tmp_path / "figure.png")
+        assert len(plot_runs.plt.gcf().axes[0].get_lines()) == lines
 
 
 def test_what_is_published_far_outside_is_named_and_does_not_flatten_the_curves(tmp_path):

@@ -349,20 +349,6 @@ def test_every_order_takes_as_many_gradient_steps_of_each_network(env_id, tmp_pa
         assert steps == [3 * 2 * 2] * len(parameters)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v5"])
-def test_first_minibatch_has_ratio_one_in_training(order, env_id, record_ratios, tmp_path):
-    ratios = record_ratios(ppo)
-    ppo.train(small_args(ppo, tmp_path / "run", env_id=env_id, order=order, learning_rate=3e-3))
-    per_phase = 2 * 2
-    value_phase = 0 if order == "joint" else per_phase
-    assert len(ratios) == 3 * (value_phase + per_phase)
-    for i in range(3):
-        first = i * (value_phase + per_phase) + value_phase
-        torch.testing.assert_close(ratios[first], torch.ones_like(ratios[first]), atol=1e-5, rtol=0)
-        assert (ratios[first + per_phase - 1] - 1).abs().max() > 1e-3
-
-
 def test_clamped_targets_are_counted_and_warned_of_once(recorded_training):
     flags = {"env_id": "CartPole-v1", "critic": "support", "support_min": -3.0, "support_max": 3.0}
     with warnings.catch_warnings(record=True) as caught:
