@@ -694,7 +694,7 @@ class Run(AbstractContextManager):
         self.budget = self.global_step + max(0, args.total_timesteps - self.global_step) // size * size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)
+        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # flush raises
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 

@@ -4,6 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import base
 from conftest import comb as ppo
 
 from results import plot_comb
@@ -293,6 +294,18 @@ def test_entropy_bonus_flattens_the_densities_and_is_left_out_at_zero():
     with torch.no_grad():
         policy.actor[-1].weight -= 0.01 * gradient
     assert policy.policy(obs).entropy().mean() > before
+
+
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_the_gradient_of_a_minibatch_is_the_bases(norm_adv):
+    policy, args = agent(), ppo.Args(ent_coef=0.3, vf_coef=0.7, norm_adv=norm_adv)
+    obs, scalars, gradients = torch.randn(16, 5), torch.randn(4, 16), []
+    actions = policy.policy(obs).sample()
+    for module in (ppo, base):
+        policy.zero_grad()
+        found = module.minibatch_gradient(policy, args, obs, actions, *scalars)
+        gradients.append([*(p.grad.clone() for p in policy.parameters()), found[0], *found[1].values()])
+    torch.testing.assert_close(*gradients)
 
 
 def test_networks_start_with_flat_densities():

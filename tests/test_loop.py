@@ -275,6 +275,8 @@ def record(name, flags, patch, run_dir):
     if hasattr(script, "collect"):  # also of episodes that no advantages follow
         watch(patch, script, "collect", lambda *_, **__: setattr(run, "begun", False))
     watch(patch, script, "compute_gae", after_gae)
+    after_iteration = lambda _, self, metrics, *times: setattr(run.rollouts[-1], "metrics", metrics)  # noqa: E731
+    watch(patch, script.Run, "end_iteration", after_iteration)
     gradient = script.minibatch_gradient
     after_minibatch = lambda *call: run.rollouts[-1].minibatches.append(trained_on(gradient, *call))  # noqa: E731
     watch(patch, script, "minibatch_gradient", after_minibatch)
@@ -432,6 +434,13 @@ def test_the_first_minibatch_has_the_log_probs_of_the_draws(run):
         close(first.log_ratio.exp(), ones, 1e-5, 0)
         close((first.log_ratio + first.log_probs - drawn[first.rows]).exp(), ones, 1e-5, 0)
         assert (last.log_ratio.exp() - 1).abs().max() > 1e-3
+
+
+def test_explained_variance_is_the_share_of_the_returns_variance_that_the_old_values_have(run):
+    for rollout in run.iterations:
+        call = rollout.gae[1 if is_post(run.args) else 0]
+        advantages, values = call.advantages[rollout.active], call.values[rollout.active]
+        close(rollout.metrics["losses/explained_variance"], 1 - advantages.var() / (advantages + values).var())
 
 
 @pytest.mark.slow

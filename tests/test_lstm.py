@@ -190,9 +190,9 @@ def torch_distribution(policy, outputs):
 
 @cells
 @action_spaces
-@pytest.mark.parametrize("clip_vloss", [True, False])
-def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, actions, clip_vloss):
-    args = ppo.Args(rnn=rnn, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7, max_grad_norm=0.1)
+@pytest.mark.parametrize("clip_vloss, norm_adv", [(True, True), (False, False)])
+def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, actions, clip_vloss, norm_adv):
+    args = ppo.Args(rnn=rnn, clip_vloss=clip_vloss, norm_adv=norm_adv, ent_coef=0.3, vf_coef=0.7, max_grad_norm=0.1)
     policy, shape = agent(actions=actions, rnn=rnn), (30, 4)
     obs, first, state = observations(VECTORS, *shape), random_first(*shape), random_state(policy, 4)
     with torch.no_grad():
@@ -205,7 +205,9 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_equations(rnn, actions, clip
     new = torch_distribution(policy, policy.actor(outputs))
     new_values = policy.critic(outputs)[..., 0]
     log_ratio = new.log_prob(actions) - old_log_probs
-    ratio, scaled = log_ratio.exp(), (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    ratio, scaled = log_ratio.exp(), advantages
+    if norm_adv:
+        scaled = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     policy_loss = -torch.min(ratio * scaled, ratio.clamp(0.9, 1.1) * scaled).mean()
     errors = (new_values - returns).square()
     if clip_vloss:

@@ -155,8 +155,9 @@ def test_box_policy_equals_the_base_policy():
 # The update
 
 
-def test_shared_joint_update_equals_the_base_update():
-    flags = dict(num_minibatches=8, update_epochs=4, learning_rate=1e-3, ent_coef=0.01)
+@pytest.mark.parametrize("norm_adv", [True, False])
+def test_shared_joint_update_equals_the_base_update(norm_adv):
+    flags = dict(num_minibatches=8, update_epochs=4, learning_rate=1e-3, ent_coef=0.01, norm_adv=norm_adv)
     policy, args = agent(BOX), ppo.Args(shared_update=True, **flags)
     batch, gaussian = random_batch(policy), as_base(policy)
     optimizer = torch.optim.Adam(gaussian.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

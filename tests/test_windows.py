@@ -211,7 +211,9 @@ def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, mon
     assert all(before is after for (_, before, _), (_, _, after) in zip(calls[1:], calls))
 
 
-@pytest.mark.parametrize("flags", [{}, {"entropy_mean": True}, {"separate_critic": True, "max_grad_norm": 0.1}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"entropy_mean": True, "norm_adv": False}, {"separate_critic": True, "max_grad_norm": 0.1}]
+)
 def test_the_gradient_of_a_minibatch_is_that_of_the_equations(flags):
     policy, other = agent(**flags), agent(**flags)
     args = ppo.Args(hidden_size=16, ent_coef=0.3, vf_coef=0.7, state_coef=0.4, **{"max_grad_norm": 0} | flags)
@@ -219,6 +221,7 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_equations(flags):
     actions, (log_probs, advantages, returns) = random_actions(8), torch.randn(3, 8)
     log_ratio, losses = ppo.minibatch_gradient(policy, args, *windows, actions, log_probs, advantages, returns)
     normed, loss, errors = (advantages - advantages.mean()) / (advantages.std() + 1e-8), 0, []
+    normed = normed if args.norm_adv else advantages
     for i in range(8):
         noise, value, new_errors = slow(other, states[i, : i + 1], past[i, :i])
         expected = slow_log_prob(other, noise, actions[i]) - log_probs[i]
