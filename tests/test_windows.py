@@ -1,6 +1,8 @@
-"""The flagship: windows against slow references, padding, the Beta against closed forms, and the loop from outside."""
+"""The flagship: windows against slow references, padding, and the Beta against closed forms."""
 
 import copy
+import sys
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -256,6 +258,13 @@ def test_a_separate_critic_shares_nothing_with_the_policy(separate):
     outcomes = policy.value(output, current), policy.policy(output).beta.mean
     own, shared = (torch.autograd.grad(x.sum(), parameters, **flags) for x in outcomes)
     assert any(a is not None and b is not None for a, b in zip(own, shared)) == (not separate)
+
+
+def test_an_environment_that_can_not_be_made_starts_no_cluster(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", ray := Mock())
+    with pytest.raises(SystemExit, match="--env-id NoSuch-v0"):
+        ppo.train(run_args(tmp_path / "run", env_id="NoSuch-v0", ray="auto"))
+    assert not ray.init.called
 
 
 def test_presets_are_defaults_that_flags_override(monkeypatch):
