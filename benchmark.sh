@@ -401,8 +401,9 @@ if [[ $what == *.py ]]; then
   if [[ -n $keep ]]; then die "--keep is for suites; plot_runs.py --keep DIR keeps any runs"; fi
   seen=" "
   for flag in "${given[@]}"; do
-    if [[ $flag == --* && $seen == *" ${flag%%=*} "* ]]; then die "${flag%%=*} is given twice"; fi
-    seen+="${flag%%=*} "
+    name=${flag%%=*} name=${name//_/-} name=${name/#--no-/--}
+    if [[ $flag == --* && $seen == *" $name "* ]]; then die "${flag%%=*} is given twice"; fi
+    seen+="$name "
     case ${flag%%=*} in
       --seed | --env[-_]id | --run[-_]dir | --resume) die "${flag%%=*} can't come after --: the sweep sets it" ;;
     esac

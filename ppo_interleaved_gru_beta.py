@@ -211,7 +211,7 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
         try:
             import_humanoid_bench()
         except ImportError as error:
-            if env_id.startswith(("h1", "g1")):
+            if module == "humanoid_bench" or env_id.startswith(("h1", "g1")):
                 packages = "jax dm_control==1.0.20 mujoco==3.1.6"
                 how = f"pip install {packages}, then --no-deps -e a clone of carlosferrazza/humanoid-bench"
                 raise SystemExit(f"--env-id {env_id} needs HumanoidBench ({error}): {how}") from None
@@ -219,7 +219,7 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
     space = env.action_space
     flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
     if not flat or not ((space.low < space.high) & np.isfinite(space.high - space.low)).all():
-        needs = "this script needs a flat Box of floats, finite low < high; ppo_value_first.py takes any, and Discrete"
+        needs = "this script needs a flat Box of floats, finite low < high; ppo_value_first.py takes more"
         raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
     if pose_actions and type(env.unwrapped).__module__.startswith("humanoid_bench"):
         if env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques
@@ -622,7 +622,7 @@ class RayVecEnv(AbstractContextManager):
     environments in proportion to its cores. Environment i is what it is without Ray, and so the run is the same."""
 
     def __init__(self, address, make_env, num_envs, num_workers, seed):
-        handler, env = signal.getsignal(signal.SIGTERM), make_env()  # before Ray: an error leaves none behind
+        handler, env = signal.getsignal(signal.SIGTERM), make_env()  # first: an id that fails leaves no cluster
         try:
             import ray
 
@@ -792,12 +792,11 @@ def worker(connection, make_env, seeds, first, memory):
 
 class SubprocVecEnv(AbstractContextManager):
     """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs, step(actions) -> obs,
-    rewards, terminated, truncated: views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
-    space's dtype, or float32 for floats. When an episode ends, the next begins in that step: `obs` is its first
-    observation, `final_obs` the ended one's last; `episodes` lists (environment, return, length). One that is not
-    `active` rests. `seed`, one int or several, fixes all that happens, with any number of workers, but for what `step`
-    draws from a global generator. `make_env` is picklable. SystemExit says which environment failed, and why. `step` is
-    `send` and `receive`, by which rows [0::2] and [1::2] may take turns, first in, first out."""
+    rewards, terminated, truncated: views of memory that the next step overwrites. obs [num_envs, ...] has the space's
+    dtype or float32. When an episode ends, the next begins in that step: `obs` is its first observation, `final_obs`
+    the ended one's last; `episodes` lists (environment, return, length). One that is not `active` rests. `seed`, an int
+    or several, fixes all, whatever `num_workers`, but what `step` draws from a global generator. `make_env` is
+    picklable. SystemExit says what failed. `step` is `send` and `receive`; rows [0::2] and [1::2] may take turns."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None, first=0):
         if spaces is None:
@@ -874,6 +873,7 @@ class SubprocVecEnv(AbstractContextManager):
         for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
+            process.join(1)
         atexit.unregister(self.close)
 
     __exit__ = close

@@ -117,7 +117,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss (paper; the post fits V by itself)
     objective: str = "kl-adaptive"  # surrogate objective: clip, none (the plain ratio), kl-fixed or kl-adaptive
-    beta: float = 1.0  # weight of the KL penalty; with kl-adaptive the first, and a resume keeps the adapted one
+    beta: float = 1.0  # weight of the KL penalty; with kl-adaptive the first, and its resumes keep the adapted one
     kl_targ: float = 0.003  # the KL that an iteration shall move the policy by, in nats (Table 1: 0.003, 0.01, 0.03)
 
     # The 37 details (Huang et al. 2022)
@@ -152,9 +152,11 @@ def preset_args():
 
 def check_flags(args):
     """Ends with one line where a value makes no sense."""
-    # Whole episodes make batches of any size: the other flags are checked with the smallest one that they fit.
-    fits = {} if args.num_steps else {"num_steps": 2 * max(1, args.num_minibatches), "num_envs": min(1, args.num_envs)}
-    check_args(replace(args, **fits))
+    # Whole episodes make batches of any size, for any budget: the other flags are checked with sizes that they fit.
+    size = 2 * max(1, args.num_minibatches)
+    fits = {"num_steps": size, "num_envs": min(1, args.num_envs)}
+    fits["total_timesteps"] = max(args.total_timesteps, size * min(1, args.total_timesteps))
+    check_args(args if args.num_steps else replace(args, **fits))
     for name, choices in {"preset": PRESETS, "objective": ("clip", "none", "kl-fixed", "kl-adaptive")}.items():
         if getattr(args, name) not in choices:
             raise SystemExit(f"--{name} {getattr(args, name)}: must be one of {', '.join(choices)}")
@@ -529,9 +531,9 @@ def train(args: Args) -> dict:
         last_batch = torch.zeros(0, envs.obs.shape[1]), torch.zeros(0)
         carried = {"beta": args.beta, "lr_multiplier": 1.0, "batch": last_batch}
         to_save = SimpleNamespace(state_dict=carried.copy, load_state_dict=carried.update)
+        if run.old_args["objective"] != "kl-adaptive":  # nothing has adapted, or it is of no use any more
+            run.checkpoint.get("carried", {})["beta"] = args.beta
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm, carried=to_save)
-        if run.old_args["objective"] != "kl-adaptive":  # nothing has adapted yet
-            carried["beta"] = args.beta
 
         def draw(obs):
             return agent.policy(agent.obs_norm(obs)).sample()
@@ -712,11 +714,11 @@ def worker(connection, make_env, seeds, first, memory):
 
 class SubprocVecEnv(AbstractContextManager):
     """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs, step(actions) -> obs,
-    rewards, terminated, truncated: views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
-    space's dtype, or float32 for floats. When an episode ends, the next begins in that step: `obs` is its first
-    observation, `final_obs` the ended one's last; `episodes` lists (environment, return, length). One that is not
-    `active` rests. `seed`, one int or several, fixes all that happens, with any number of workers, but for what `step`
-    draws from a global generator. `make_env` is picklable. SystemExit says which environment failed, and why."""
+    rewards, terminated, truncated: views of memory that the next step overwrites. obs [num_envs, ...] has the space's
+    dtype or float32. When an episode ends, the next begins in that step: `obs` is its first observation, `final_obs`
+    the ended one's last; `episodes` lists (environment, return, length). One that is not `active` rests. `seed`, an int
+    or several, fixes all, whatever `num_workers`, but what `step` draws from a global generator. `make_env` is
+    picklable. SystemExit says what failed."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -790,6 +792,7 @@ class SubprocVecEnv(AbstractContextManager):
         for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
+            process.join(1)
         atexit.unregister(self.close)
 
     __exit__ = close

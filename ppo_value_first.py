@@ -601,11 +601,11 @@ def worker(connection, make_env, seeds, first, memory):
 
 class SubprocVecEnv(AbstractContextManager):
     """`num_envs` environments in `num_workers` processes (0: one a core). reset() -> obs, step(actions) -> obs,
-    rewards, terminated, truncated: views of shared memory, overwritten by the next step. obs [num_envs, ...] has the
-    space's dtype, or float32 for floats. When an episode ends, the next begins in that step: `obs` is its first
-    observation, `final_obs` the ended one's last; `episodes` lists (environment, return, length). One that is not
-    `active` rests. `seed`, one int or several, fixes all that happens, with any number of workers, but for what `step`
-    draws from a global generator. `make_env` is picklable. SystemExit says which environment failed, and why."""
+    rewards, terminated, truncated: views of memory that the next step overwrites. obs [num_envs, ...] has the space's
+    dtype or float32. When an episode ends, the next begins in that step: `obs` is its first observation, `final_obs`
+    the ended one's last; `episodes` lists (environment, return, length). One that is not `active` rests. `seed`, an int
+    or several, fixes all, whatever `num_workers`, but what `step` draws from a global generator. `make_env` is
+    picklable. SystemExit says what failed."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
         if spaces is None:
@@ -679,6 +679,7 @@ class SubprocVecEnv(AbstractContextManager):
         for _, _, process in self.workers:
             process.join(max(0, end - time.monotonic()))
             process.kill()
+            process.join(1)
         atexit.unregister(self.close)
 
     __exit__ = close

@@ -483,17 +483,18 @@ def main():
         "atari": atari, "hopper": hopper, "comb": comb, "cluster": cluster, "gpu": gpu,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
-    parser.add_argument("--rounds", type=int, default=3)
+    only = "sections; default: all (cluster where there is Ray, gpu where there is one)"
+    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help=only)
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--num-workers", type=int, default=0, help="of ours, not in `base`; 0: one for each core")
     parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
     parser.add_argument("--seconds", type=float, default=10, help="how long each training against others is timed")
     parser.add_argument("--flagship-steps", type=int, default=64, help="flagship: steps an iteration")
     parser.add_argument("--flagship-iterations", type=int, default=8, help="flagship: iterations, the first not timed")
     parser.add_argument("--sb3-python", help="an interpreter with stable-baselines3")
-    parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py; value-first takes the ppo.py beside it")
+    parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py; others are beside it")
     parser.add_argument("--cleanrl-python", default=sys.executable, help="an interpreter that can run it")
-    parser.add_argument("--cleanrl-env-id", default="HalfCheetah-v4")
+    parser.add_argument("--cleanrl-env-id", default="HalfCheetah-v4", help="CleanRL's in `base`; HalfCheetah-v4")
     parser.add_argument("--run-sb3", help=argparse.SUPPRESS)
     parser.add_argument("--sb3-network", help=argparse.SUPPRESS)
     args = parser.parse_args()

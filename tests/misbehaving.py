@@ -45,6 +45,8 @@ class Misbehaving(gym.Env):
     def close(self):
         if self.fault == "raise in close":
             raise RuntimeError("can't let go")
+        if self.fault == "hang in close" and multiprocessing.parent_process() is not None:
+            time.sleep(120)
         if hasattr(self, "child"):
             self.child.terminate()
             self.child.join()
@@ -212,6 +214,7 @@ register("ChildProcess", "child process")
 register("ExitInStep", "exit in step")
 register("SlowStep", "slow step")
 register("HangInStep", "hang in step")
+register("HangInClose", "hang in close")
 register("HangInConstructor", "hang in constructor")
 register("ObservationNotFinite", "observation not finite")
 register("FinalObservationNotFinite", "final observation not finite")

@@ -61,7 +61,7 @@ def test_an_id_that_names_the_module_is_mended_too_and_no_task_prints():
     code += "; from humanoid_bench.envs import cabinet; cabinet.print('Completed subtask')"
     root = Path(ppo.__file__).parent
     process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert process.stdout.splitlines()[-1] == "None", process.stderr
+    assert (process.returncode, process.stdout.splitlines()[-1]) == (0, "None"), process.stderr
 
 
 @pytest.mark.parametrize("env_id, pose_actions", [("h1-walk-v0", False), ("g1-walk-v0", True)])

@@ -216,13 +216,17 @@ def test_a_fixed_beta_stays_until_another_is_given(objective, tmp_path, monkeypa
     assert [beta for _, beta in points(directory)["losses/beta"]] == pytest.approx(betas)
     if objective == "kl-fixed":  # nothing has adapted yet: the adaptive one begins with what is given
         steps = load(directory)["global_step"]
-        ppo.train(resume(ppo, directory, objective="kl-adaptive", beta=9.0, total_timesteps=steps + 1))
+        changed = resume(ppo, directory, objective="kl-adaptive", beta=9.0, total_timesteps=steps + 1)
+        with monkeypatch.context() as patch, pytest.raises(StopIteration):  # also if it is stopped at once
+            patch.setattr(ppo, "collect", Mock(side_effect=StopIteration))
+            ppo.train(changed)
+        ppo.train(resume(ppo, directory))
         ppo.train(resume(ppo, directory, beta=5.0, total_timesteps=load(directory)["global_step"] + 1))
         assert betas[first + 1 :] == pytest.approx([9.0, 9.0 * 1.5])
 
 
 def test_whole_episodes_may_overrun_any_budget(tmp_path):
-    args = small_args(tmp_path / "run", total_timesteps=2, num_envs=2, episodes_per_batch=2)
+    args = small_args(tmp_path / "run", total_timesteps=1, num_envs=2, episodes_per_batch=2)
     assert ppo.train(args)["iterations"] == 1
 
 

@@ -713,6 +713,12 @@ if __name__ == "__main__":
     assert "(2, 3)" in output and "goodbye" in output
 
 
+def test_close_leaves_no_process_of_environments_that_hang_in_it():
+    with base.SubprocVecEnv(partial(gym.make, "misbehaving:HangInClose-v0"), 2, 2, 1) as envs:
+        envs.reset()
+    assert multiprocessing.active_children() == []
+
+
 def test_close_can_be_called_twice():
     envs = base.SubprocVecEnv(make_healthy, 2, 2, 1)
     envs.close()

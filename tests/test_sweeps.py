@@ -272,6 +272,8 @@ def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--seed", "3"], "--seed can't come after --"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--run_dir=d"], "--run_dir can't come after --"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--gamma=1", "--gamma", "1"], "--gamma is given"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--no-cuda", "--num_envs=1", "--cuda"], "twice"),
+        ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--num_envs=1", "--num-envs", "1"], "twice"),
         (["base", "--seeds", "9"], "a suite has its own"),
         (["base", "--seeds", "1"], "a suite has its own"),
         (["base", "--runs", ""], "--runs needs a value"),
