@@ -773,7 +773,7 @@ def worker(connection, make_env, seeds, first, memory):
                     episodes += [(first + i, returns[i], steps[i])] if begin else []
                 if begin:
                     draw = int(generators[i].integers(2**32))
-                    random.seed(draw)  # for resets that do
+                    random.seed(draw)  # for its resets likewise
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
                     env_seeds[i], returns[i], steps[i] = None, 0.0, 0
