@@ -34,6 +34,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the discount   rises over the run's first half, from --init-gamma to --gamma.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
+                   In training an episode ends, as by a time limit, where a robot lies there and earns nothing.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
     all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after an update only (the
@@ -116,7 +117,7 @@ class Args:
     learning_rate: float = 3e-4  # Adam's learning rate
     gamma: float = 0.99  # discount factor
     init_gamma: float = 0.97  # discount factor at first; it goes linearly to --gamma at half of --total-timesteps
-    gae_lambda: float = 0.9  # lambda of generalized advantage estimation
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective
     ent_coef: float = 0.001  # weight of the entropy bonus
     vf_coef: float = 2.0  # weight of the value loss
@@ -143,13 +144,14 @@ class Args:
     beta_head: str = "mode"  # what the network gives: the Beta's mode, or, as in the paper, alpha and beta
     init_std: float = 0.15  # noise of the first actions, as if their bounds were -1 and 1
     pose_actions: bool = True  # HumanoidBench: actions in radians from the robot's first pose, at most 1
+    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps with |reward| < 0.01; 0: don't
 
 
 PRESETS = {  # what --preset puts in place of the defaults above
     "default": {},
     "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "init_gamma": 0.99}
     | {"ent_coef": 0.05, "max_grad_norm": 0.5, "norm_reward": False, "reward_scale": 0.25, "beta_head": "alpha"}
-    | {"gae_lambda": 0.95, "init_std": 0.48, "pose_actions": False, "vf_coef": 0.3}
+    | {"init_std": 0.48, "pose_actions": False, "stall_steps": 0, "vf_coef": 0.3}
     | {"learning_rate": 4e-5, "hidden_size": 512, "entropy_mean": True},  # from its authors' code, not the paper
 }
 
@@ -204,7 +206,24 @@ class PoseActions(gym.ActionWrapper):
         return np.clip(2 * (self.pose + action - self.low) / (self.high - self.low) - 1, -1, 1)
 
 
-def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
+class EndStalled(gym.Wrapper):
+    """Truncates an episode after `stall_steps` rewards in a row of less than 0.01 (absolute), after a larger one."""
+
+    def __init__(self, env, stall_steps):
+        super().__init__(env)
+        self.stall_steps = stall_steps
+
+    def reset(self, **kwargs):
+        self.unpaid = -np.inf  # until there is a reward: a robot that hangs on a bar earns its first late
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.unpaid = self.unpaid + 1 if abs(reward) < 0.01 else 0
+        return obs, reward, terminated, truncated or self.unpaid >= self.stall_steps, info
+
+
+def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):
     """One environment, or SystemExit with one line on why this script can't drive it."""
     module = env_id.rpartition(":")[0]
     if "humanoid_bench" in (module, *sys.modules) or not (module or env_id in gym.registry):
@@ -221,9 +240,11 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True):
     if not flat or not ((space.low < space.high) & np.isfinite(space.high - space.low)).all():
         needs = "this script needs a flat Box of floats, finite low < high; ppo_value_first.py takes more"
         raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
-    if pose_actions and type(env.unwrapped).__module__.startswith("humanoid_bench"):
-        if env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques
+    if type(env.unwrapped).__module__.startswith("humanoid_bench"):
+        if pose_actions and env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques
             env = PoseActions(env)
+        if stall_steps and not eval_episodes:  # evaluations play every episode whole
+            env = EndStalled(env, stall_steps)
     return env
 
 
@@ -495,7 +516,7 @@ def evaluate(run, agent, make, video_folder=None):
 def train(args: Args) -> dict:
     """Trains, or with --total-timesteps 0 only evaluates. -> what the run's result.json, or eval.json, holds"""
     check_settings(args)
-    make = partial(make_env, args.env_id, pose_actions=args.pose_actions)
+    make = partial(make_env, args.env_id, pose_actions=args.pose_actions, stall_steps=args.stall_steps)
     num_envs = args.num_envs if args.total_timesteps else 1
     vec_env = partial(RayVecEnv, args.ray) if args.ray and args.total_timesteps else SubprocVecEnv
     with Run(args) as run, vec_env(make, num_envs, args.num_workers, run.env_seed) as envs:

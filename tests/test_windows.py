@@ -193,7 +193,7 @@ def run_args(directory, **changes):
 
 
 def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, monkeypatch):
-    calls, ends, act, step = [], [], ppo.Agent.act, ppo.SubprocVecEnv.step
+    calls, ends, made, act, step, init = [], [], [], ppo.Agent.act, ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.__init__
 
     def spy_act(policy, obs, first, windows):
         actions, after = act(policy, obs, first, windows)
@@ -207,8 +207,15 @@ def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, mon
         return outcome
 
     monkeypatch.setattr(ppo.Agent, "act", spy_act)
+
+    def spy_init(self, make, *inputs):
+        made.append((make.keywords["stall_steps"], make.keywords.get("eval_episodes", 0)))
+        init(self, make, *inputs)
+
     monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
-    ppo.train(run_args(tmp_path / "run", total_timesteps=64, eval_episodes=5, num_envs=2, num_steps=32))
+    monkeypatch.setattr(ppo.SubprocVecEnv, "__init__", spy_init)
+    ppo.train(run_args(tmp_path / "run", total_timesteps=64, eval_episodes=5, num_envs=2, num_steps=32, stall_steps=7))
+    assert made == [(7, 0), (7, 5)]
     assert [first for first, _, _ in calls] == [[True, True], *ends[:-1]] and sum(map(sum, ends[:-1])) >= 3
     assert all(before is after for (_, before, _), (_, _, after) in zip(calls[1:], calls))
 
@@ -281,28 +288,79 @@ def test_presets_are_defaults_that_flags_override(monkeypatch):
         ppo.train(parse("--preset", "Paper"))
 
 
-class Controlled(gym.Env):
+class Paying(gym.Env):
+    """Pays what it is told to, and terminates after the last."""
+
     observation_space, action_space = OBSERVATIONS, ACTIONS
 
-    def __init__(self, control):
-        pass
+    def __init__(self, rewards=(0.5, 1, 0, 0, 0, 0), control=None):
+        self.rewards = rewards
+
+    def reset(self, *, seed=None, options=None):
+        self.left = list(self.rewards)
+        return np.zeros(OBS_DIM, np.float32), {}
+
+    def step(self, action):
+        reward = self.left.pop(0)
+        return np.zeros(OBS_DIM, np.float32), reward, not self.left, False, {}
 
 
 @pytest.mark.parametrize(
-    "module, control, pose_actions, wrapped",
+    "module, control, flags, pose, stall",
     [
-        ("humanoid_bench.env", "pos", True, True),
-        ("humanoid_bench.env", "pos", False, False),
-        ("humanoid_bench.env", "torque", True, False),
-        ("another.env", "pos", True, False),  # it may have a keyword of that name
+        ("humanoid_bench.env", "pos", {"stall_steps": 3}, True, True),
+        ("humanoid_bench.env", "pos", {"stall_steps": 3, "eval_episodes": 1}, True, False),
+        ("humanoid_bench.env", "pos", {"pose_actions": False}, False, False),
+        ("humanoid_bench.env", "torque", {"stall_steps": 3}, False, True),
+        ("another.env", "pos", {"stall_steps": 3}, False, False),  # it may have a keyword of that name
     ],
 )
-def test_positions_of_humanoid_bench_alone_are_around_the_pose(module, control, pose_actions, wrapped, monkeypatch):
-    monkeypatch.setattr(Controlled, "__module__", module)
+def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, stall, monkeypatch):
+    monkeypatch.setattr(Paying, "__module__", module)
     monkeypatch.setattr(ppo, "PoseActions", type("Wrapped", (gym.Wrapper,), {}))
-    gym.register("Controlled-v0", Controlled, kwargs={"control": control})
+    gym.register("Paying-v0", Paying, kwargs={"control": control})
     try:
-        env = ppo.make_env("Controlled-v0", pose_actions=pose_actions)
+        env = ppo.make_env("Paying-v0", **flags)
     finally:
-        del gym.registry["Controlled-v0"]
-    assert isinstance(env, ppo.PoseActions) == wrapped
+        del gym.registry["Paying-v0"]
+    wrappers = []
+    while isinstance(env, gym.Wrapper):
+        wrappers.append(type(env))
+        env = env.env
+    assert (ppo.PoseActions in wrappers, ppo.EndStalled in wrappers) == (pose, stall)
+
+
+@pytest.mark.parametrize(
+    "rewards, length, truncated",
+    [
+        ([0.5, 0, 0, 0.009, 0.5, 0.5], 4, True),  # three steps in a row
+        ([0, 0, 0.5, 0, 0, 0.01, 0, 0], 8, False),  # never three, and 0.01 is a reward
+        ([0, 0, 0, 0, 0.5, 0, 0, 0, 0.5], 8, True),  # what it waits for at first is no stall
+        ([-0.5] * 5, 5, False),  # costs are no stall
+        ([0.5, 0, 0, 0], 4, True),  # the last is terminal too
+    ],
+)
+def test_an_episode_that_earns_nothing_is_truncated(rewards, length, truncated):
+    env = ppo.EndStalled(Paying(rewards), 3)
+    for _ in range(2):  # the count begins anew
+        env.reset()
+        ends, n = (False, False), 0
+        while not any(ends):
+            _, reward, *ends, _ = env.step(None)
+            n += 1
+        assert n == length and reward == rewards[n - 1]
+        assert ends == [n == len(rewards), truncated]
+
+
+def make_stalling():
+    return ppo.EndStalled(Paying(), 3)
+
+
+def test_a_stalled_episode_is_reported_as_any_other():
+    with ppo.SubprocVecEnv(make_stalling, 1, 1, 1) as envs:
+        envs.reset()
+        episodes = []
+        for _ in range(7):
+            envs.step(np.zeros((1, ACT_DIM), np.float32))
+            episodes.append(envs.episodes)
+    assert episodes == [[], [], [], [], [(0, 1.5, 5)], [], []]
