@@ -206,12 +206,11 @@ def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, mon
             ends.append((outcome[2] | outcome[3]).tolist())
         return outcome
 
-    monkeypatch.setattr(ppo.Agent, "act", spy_act)
-
     def spy_init(self, make, *inputs):
         made.append((make.keywords["stall_steps"], make.keywords.get("eval_episodes", 0)))
         init(self, make, *inputs)
 
+    monkeypatch.setattr(ppo.Agent, "act", spy_act)
     monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
     monkeypatch.setattr(ppo.SubprocVecEnv, "__init__", spy_init)
     ppo.train(run_args(tmp_path / "run", total_timesteps=64, eval_episodes=5, num_envs=2, num_steps=32, stall_steps=7))
@@ -336,7 +335,7 @@ def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, stall, mo
         ([0.5, 0, 0, 0.009, 0.5, 0.5], 4, True),  # three steps in a row
         ([0, 0, 0.5, 0, 0, 0.01, 0, 0], 8, False),  # never three, and 0.01 is a reward
         ([0, 0, 0, 0, 0.5, 0, 0, 0, 0.5], 8, True),  # what it waits for at first is no stall
-        ([-0.5] * 5, 5, False),  # costs are no stall
+        ([0.5, -0.5, -0.5, -0.5, -0.5], 5, False),  # costs are no stall
         ([0.5, 0, 0, 0], 4, True),  # the last is terminal too
     ],
 )
