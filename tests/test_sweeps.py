@@ -383,6 +383,17 @@ def test_a_suites_commands_parse_and_are_those_of_the_kept_runs(suite, tmp_path,
         assert json.loads((file.parent / "result.json").read_text())["status"] in ("finished", "diverged")
 
 
+def test_the_tables_of_the_pages_are_those_of_the_kept_runs():
+    made = set()
+    for suite in (ROOT / "results" / "runs").iterdir():
+        plot_runs.name_variants(runs := plot_runs.find_runs([suite]))
+        made |= {line.replace("ppo_value_first ", "") for line in plot_runs.table(runs)}  # its page leaves the name out
+    pages = "".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
+    tables = re.findall(r"^\| environment \| variant \| seeds \| mean.*\n(?:\|.*\n)+", pages, re.MULTILINE)
+    assert len(tables) > 10
+    assert {line for table in tables for line in table.splitlines()} <= made
+
+
 def kept_run(directory, env_id, seed, score, more=None, **args):
     directory.mkdir(parents=True)
     args = {"env_id": env_id, "seed": seed, "exp_name": "ppo_x"} | args
