@@ -22,6 +22,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 import plot_runs
+from results import h1_table
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = re.search(r"^suites=\"(.*)\"", (ROOT / "benchmark.sh").read_text(), re.MULTILINE)[1].split()
@@ -388,8 +389,10 @@ def test_the_tables_of_the_pages_are_those_of_the_kept_runs():
     for suite in (ROOT / "results" / "runs").iterdir():
         plot_runs.name_variants(runs := plot_runs.find_runs([suite]))
         made |= {line.replace("ppo_value_first ", "") for line in plot_runs.table(runs)}  # its page leaves the name out
+        made |= set(h1_table.table([suite]))
     pages = "".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
-    tables = re.findall(r"^\| environment \| variant \| seeds \| mean.*\n(?:\|.*\n)+", pages, re.MULTILINE)
+    heads = r"environment \| variant \| seeds \| mean|task \| ours, greedy"
+    tables = re.findall(rf"^\| (?:{heads}).*\n(?:\|.*\n)+", pages, re.MULTILINE)
     assert len(tables) > 10
     assert {line for table in tables for line in table.splitlines()} <= made
 
