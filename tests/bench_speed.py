@@ -56,16 +56,15 @@ def compare(rounds, contenders, unit="steps/s"):
 
 
 def table(speeds, rows):
-    """Prints the rows (ours, peer or None, goal or None)."""
-    print("| ours | steps/s | against | steps/s | ratio (min-max) | goal |\n|-|-|-|-|-|-|")
-    for ours, peer, goal in rows:
+    """Prints the rows (ours, peer or None)."""
+    print("| ours | steps/s | against | steps/s | ratio (min-max) |\n|-|-|-|-|-|")
+    for ours, peer in rows:
         cells = [ours, f"{statistics.median(speeds[ours]):.0f}"]
         if peer is not None:
             ratios = [a / b for a, b in zip(speeds[ours], speeds[peer])]
             spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
             cells += [peer, f"{statistics.median(speeds[peer]):.0f}", spread]
-        cells += [""] * (5 - len(cells))
-        print(f"| {' | '.join(cells)} | {f'>= {goal}' if goal else ''} |", flush=True)
+        print(f"| {' | '.join(cells + [''] * (5 - len(cells)))} |", flush=True)
     print()
 
 
@@ -164,7 +163,7 @@ def vecenv(args):
         speeds = compare(args.rounds, dict(zip(names, (partial(measure, ours), partial(measure, peer), limit))))
     peer.close()
     print(f"## vecenv: {NUM_ENVS} HalfCheetah-v5, {steps} steps each and their resets, random actions\n")
-    table(speeds, [(names[0], names[1], 4), (names[0], names[2], 0.9)])
+    table(speeds, [(names[0], names[1]), (names[0], names[2])])
 
 
 # Whole trainings
@@ -255,7 +254,7 @@ def base(args):
             name = f"SB3 PPO, 8 in {vec_env}, VecNormalize, 1 thread"
             command = [args.sb3_python, __file__, "--run-sb3", vec_env]
             contenders[name] = partial(train, command, "iteration", 2048, args.seconds)
-            rows += [(ours[0], name, 2), (ours[1], name, 3)]
+            rows += [(ours[0], name), (ours[1], name)]
     else:
         print("SB3 is left out: --sb3-python was not given\n")
     if args.cleanrl:
@@ -263,19 +262,17 @@ def base(args):
         command += ["--total-timesteps", 100000000]
         for name, environment in ("CleanRL", {}), ("CleanRL, OMP_NUM_THREADS=1", {"OMP_NUM_THREADS": "1"}):
             contenders[name] = partial(train, command, "SPS:", 2048, args.seconds, **environment)
-            rows += [(ours[0], name, 3.5), (ours[1], name, 5)]
+            rows += [(ours[0], name), (ours[1], name)]
     else:
         print("CleanRL is left out: --cleanrl was not given\n")
     speeds = compare(args.rounds, contenders)
     print("## base: whole training on the CPU, HalfCheetah-v5, batch 2048 / 32 minibatches / 10 epochs\n")
     print("Steps/s: iterations after the first, by the times of the lines that each process prints at their ends.\n")
-    table(speeds, rows or [(name, None, None) for name in ours])
+    table(speeds, rows or [(name, None) for name in ours])
 
 
 def atari(args):
     """Whole training of the recurrent script against CleanRL's, on the GPU where there is one: Breakout, 8 x 128."""
-    import torch
-
     contenders, rows, shares = {}, [], {}
     for name, flags in ("LSTM, eager", ""), ("LSTM, --compile", "--compile"), ("GRU, eager", "--rnn gru"):
         shares[name] = []
@@ -286,13 +283,12 @@ def atari(args):
         start = "import ale_py, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
         command, path = [args.cleanrl_python, "-c", start, script], str(script.parent.parent)  # cleanrl_utils
         contenders["CleanRL, LSTM"] = partial(train, command, "SPS:", 1024, args.seconds, PYTHONPATH=path)
-        goal = 5 if torch.cuda.is_available() else 2
-        rows = [(name, "CleanRL, LSTM", goal if name.startswith("LSTM") else None) for name in shares]
+        rows = [(name, "CleanRL, LSTM") for name in shares]
     else:
         print("CleanRL is left out: --cleanrl was not given\n")
     speeds = compare(args.rounds, contenders)
     print("## atari: whole training, BreakoutNoFrameskip-v4, 8 environments x 128 steps, 4 minibatches, 4 epochs\n")
-    table(speeds, rows or [(name, None, None) for name in shares])
+    table(speeds, rows or [(name, None) for name in shares])
     print_shares(shares)
 
 
@@ -308,12 +304,12 @@ def hopper(args):
             name = f"SB3-contrib RecurrentPPO, {network}, 8 in {vec_env}, 1 thread"
             command = [args.sb3_python, __file__, "--run-sb3", vec_env, "--sb3-network", network]
             contenders[name] = partial(train, command, "iteration", 1024, args.seconds)
-            rows += [("LSTM", name, 3 if network == "two LSTMs" else None), ("GRU", name, None)]
+            rows += [("LSTM", name), ("GRU", name)]
     else:
         print("SB3-contrib is left out: --sb3-python was not given\n")
     speeds = compare(args.rounds, contenders)
     print("## hopper: whole training on the CPU, Hopper-v5, 8 environments x 128 steps, 8 minibatches, 10 epochs\n")
-    table(speeds, rows or [(name, None, None) for name in shares])
+    table(speeds, rows or [(name, None) for name in shares])
     print_shares(shares)
 
 
@@ -324,7 +320,7 @@ def comb(args):
         for name, script in (("base", "ppo_mlp_gaussian"), ("comb", "ppo_comb_dist")):
             flags = f"{SHARED_BATCH} --total-timesteps 100000000 --no-cuda{flag}"
             contenders[f"{name}, {mode}"] = partial(run_script, script, flags, 2048, args.seconds)
-        rows.append((f"comb, {mode}", f"base, {mode}", 0.7))
+        rows.append((f"comb, {mode}", f"base, {mode}"))
     speeds = compare(args.rounds, contenders)
     print("## comb: whole training on the CPU, HalfCheetah-v5, batch 2048 / 32 minibatches / 10 epochs\n")
     table(speeds, rows)
@@ -347,8 +343,8 @@ def flagship(args):
             shares[name] = []
             run = f"{flags} --env-id {env_id}{flag}"
             contenders[name] = partial(run_script, script, run, batch_size, None, shares[name])
-            rows.append((name, None, None))
-            rows.append((f"rollout of {name}", f"bare loops, {env_id}", None if flag or not humanoid_bench else 0.9))
+            rows.append((name, None))
+            rows.append((f"rollout of {name}", f"bare loops, {env_id}"))
         # The same steps of the episodes as in the iterations that count: those after the first.
         contenders[f"bare loops, {env_id}"] = partial(bare, script, env_id, num_steps, num_steps * (iterations - 1), 22)
     speeds = compare(args.rounds, contenders)
@@ -380,7 +376,7 @@ def cluster(args):
         run = partial(run_script, "ppo_interleaved_gru_beta", flags, size, None, shares[name])
         speeds |= compare(args.rounds, {name: run})
         speeds[f"rollout on {name}"] = [speed for speed, _ in shares[name]]
-        rows += [(f"rollout on {name}", "rollout on 1 machine", None), (name, "1 machine", None)]
+        rows += [(f"rollout on {name}", "rollout on 1 machine"), (name, "1 machine")]
         nodes.shutdown()
     print(f"## cluster: machines of 16 cores, {NUM_ENVS} environments each, which sleep 2 ms of a core a step\n")
     table(speeds, rows)
@@ -410,7 +406,7 @@ def value_first(args):
     contenders |= {f"a {phase} step": partial(gradient_steps, script, phase) for phase in ("joint", "value", "policy")}
     speeds = compare(args.rounds, contenders, "gradient steps/s")
     print("## value-first: gradient steps/s, HalfCheetah's sizes, minibatches of 64\n")
-    table(speeds, [(f"a {phase} step", name, 0.9) for phase in ("joint", "value", "policy")])
+    table(speeds, [(f"a {phase} step", name) for phase in ("joint", "value", "policy")])
     contenders, rows = {}, []
     for order in ("joint", "value-first"):
         for name in ("eager", "--compile", "--num-envs 16 --num-steps 32 --compile"):  # a batch is 512 steps in each
@@ -421,12 +417,12 @@ def value_first(args):
         command = [args.cleanrl_python, Path(args.cleanrl).resolve().with_name("ppo.py"), "--no-cuda"]
         command += ["--total-timesteps", 100000000]
         contenders["CleanRL"] = partial(train, command, "SPS:", 512, args.seconds)
-        rows = [(ours, "CleanRL", 4) for ours in contenders if ours != "CleanRL"]
+        rows = [(ours, "CleanRL") for ours in contenders if ours != "CleanRL"]
     else:
         print("CleanRL is left out: --cleanrl was not given\n")
     speeds = compare(args.rounds, contenders)
     print("## value-first: whole training on the CPU, CartPole-v1, batch 512 / 4 minibatches / 4 epochs\n")
-    table(speeds, rows or [(ours, None, None) for ours in contenders])
+    table(speeds, rows or [(ours, None) for ours in contenders])
 
 
 def gpu(args):
@@ -449,7 +445,7 @@ def gpu(args):
             shares[name] = []
             run_flags = f"{flags} --total-timesteps {size * iterations} {flag}"
             contenders[name] = partial(run_script, script, run_flags, size, None, shares[name])
-        rows += [(f"{run}, GPU", f"{run}, CPU", None), (f"{run}, GPU, --compile", f"{run}, GPU", None)]
+        rows += [(f"{run}, GPU", f"{run}, CPU"), (f"{run}, GPU, --compile", f"{run}, GPU")]
     speeds = compare(args.rounds, contenders)
     print(f"## gpu: whole trainings, {torch.cuda.get_device_name()} and {CORES} cores\n")
     table(speeds, rows)
@@ -466,7 +462,7 @@ def kl(args):
         contenders[run] = partial(run_script, script, f"{flags} --no-cuda", batch_size, None, shares[run])
     speeds = compare(args.rounds, contenders)
     print("## kl: whole training on the CPU, HalfCheetah-v5, iterations of 5 episodes against the base's 2048 steps\n")
-    table(speeds, [("adaptive KL, preset post", "base", 1)])
+    table(speeds, [("adaptive KL, preset post", "base")])
     print_shares(shares)
 
 
