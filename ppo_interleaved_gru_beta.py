@@ -33,7 +33,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the noise      is small from the start, and its c does not depend on the state.
     the discount   rises over the run's first half, from --init-gamma to --gamma.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
-                   ranges: 0 is a pose that falls, and the same noise turns a hip four times as far as an ankle.
+                   ranges: 0 is a pose that falls, and the same noise pitches a hip four times as far as an ankle.
                    In training an episode ends, as by a time limit, where a robot lies there and earns nothing.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
