@@ -153,7 +153,7 @@ class AtariGame(gym.Wrapper):
         self.over = terminated or truncated
         if self.over:
             self.ended_games.append((self.score, self.length))
-        lost = 0 < info["lives"] < self.lives  # at 0 some games go on for a few frames before they are over
+        lost = 0 < info["lives"] < self.lives  # at 0 the game ends by itself, sometimes some frames later
         self.lives = info["lives"]
         return obs, np.sign(reward), terminated or lost, truncated, info
 
@@ -236,7 +236,7 @@ def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False, ra
         env = AtariGame(gym.wrappers.AtariPreprocessing(env))
     else:
         env = gym_make(env_id, eval_episodes, video_folder, images=True)
-        if type(env.unwrapped).__name__ == "AtariEnv":
+        if env.spec.entry_point == "ale_py.env:AtariEnv":
             raise SystemExit(f"--env-id {env_id}: a game's id needs its version, as in ALE/Pong-v5")
     if randomise:
         env = RandomisedDynamics(env)
@@ -397,7 +397,7 @@ class Agent(nn.Module):
         else:
             discrete = isinstance(action_space, gym.spaces.Discrete)
             self.sizes = [int(action_space.n)] if discrete else action_space.nvec.tolist()
-            self.register_buffer("start", torch.as_tensor(action_space.start), persistent=False)  # as the space has it
+            self.register_buffer("start", torch.as_tensor(np.int64(action_space.start)), persistent=False)  # not saved
         self.actor = layer_init(nn.Linear(128, action_space.shape[0] if self.box else sum(self.sizes)), 0.01)
         self.critic = layer_init(nn.Linear(128, 1), 1.0)
 

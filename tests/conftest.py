@@ -11,7 +11,6 @@ TESTS = Path(__file__).resolve().parent
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import ppo_comb_dist as comb  # noqa: E402
@@ -72,45 +71,3 @@ def finished(tmp_path_factory):
         return directory
 
     return finished
-
-
-def watch_steps(patch, envs_class, after):
-    """Has after(obs, rewards, terminated, truncated, final_obs, actions) called for each step of all environments,
-    where halves of them take turns; each with copies of what it was when its half had stepped."""
-    send, receive, sent, parts = envs_class.send, envs_class.receive, [], []
-
-    def spy_send(envs, actions, active=True, rows=slice(None), **command):
-        sent.extend([] if command else [np.array(actions)])  # a command is a reset
-        send(envs, actions, active, rows, **command)
-
-    def spy_receive(envs, rows=slice(None)):
-        outcome = receive(envs, rows)
-        if sent:  # else this is what a reset gave
-            which, actions = np.arange(envs.num_envs)[rows], sent.pop(0)
-            parts.append((which, *(x.copy() for x in (*outcome, envs.final_obs[rows])), actions))
-            which, *seen = (np.concatenate(x) for x in zip(*parts))
-            if len(which) == envs.num_envs:
-                parts.clear()
-                after(*(x[which.argsort()] for x in seen))
-        return outcome
-
-    patch.setattr(envs_class, "send", spy_send)
-    patch.setattr(envs_class, "receive", spy_receive)
-
-
-@pytest.fixture
-def record_ratios(monkeypatch):
-    """record_ratios(script) -> a list that fills with the probability ratios of each minibatch it trains on."""
-
-    def record(script):
-        ratios, gradient = [], script.minibatch_gradient
-
-        def spy(*inputs):
-            log_ratio, losses = gradient(*inputs)
-            ratios.append(log_ratio.exp())
-            return log_ratio, losses
-
-        monkeypatch.setattr(script, "minibatch_gradient", spy)
-        return ratios
-
-    return record

@@ -37,6 +37,7 @@ VARIANTS = [
     (RECURRENT, {"rnn": "gru"}),
     (RECURRENT, {"rnn": "lstm", "discrete": True}),
     (RECURRENT, {"rnn": "gru", "norm_obs": True, "discrete": True}),
+    (RECURRENT, {"rnn": "lstm", "images": True}),
     (COMB, {}),
     (COMB, {"density": "as-coded"}),
 ]
@@ -51,13 +52,17 @@ class Lopsided(gym.Env):
 
     episodes = 0
 
-    def __init__(self, start=None, render_mode=None):
+    def __init__(self, start=None, images=False, render_mode=None):
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        if images:
+            self.observation_space = gym.spaces.Box(0, 255, (36, 40, 3), np.uint8)
         self.action_space = gym.spaces.Box(np.float32([-0.5, -2]), np.float32([1.5, 0.5]))
         if start is not None:
             self.action_space = gym.spaces.Discrete(3, start=start)
 
     def observation(self):
+        if len(self.observation_space.shape) > 1:
+            return np.tile(np.uint8(np.clip(50 * self.point + 128, 0, 255)), (36, 40, 1))
         return self.point * [1.0, 5.0, 0.2] + [2.0, -10.0, 0.0]
 
     def reset(self, *, seed=None, options=None):
@@ -73,7 +78,7 @@ class Lopsided(gym.Env):
         return self.observation(), -float(np.square(self.point).sum()), terminated, False, {}
 
 
-for suffix, kwargs in {"": {}, "From-1": {"start": -1}}.items():
+for suffix, kwargs in {"": {}, "From-1": {"start": -1}, "Images": {"images": True}}.items():
     gym.register(f"Lopsided{suffix}-v0", "test_loop:Lopsided", max_episode_steps=LIMIT, kwargs=kwargs)
 
 
@@ -94,12 +99,13 @@ def watch(patch, owner, name, after):
 
 def make_args(name, script, flags, iterations=3, **more):
     flags = dict(num_steps=STEPS, num_minibatches=2) | flags
-    size, actions = ENVS * STEPS, "From-1" if flags.pop("discrete", False) else ""
+    size = ENVS * STEPS
+    kind = "From-1" * flags.pop("discrete", False) + "Images" * flags.pop("images", False)
     if flags.get("preset") == "post":  # batches of eight whole episodes
         flags, size = flags | dict(num_steps=0, num_minibatches=1, episodes_per_batch=8), 8 * LIMIT
     if name == FLAGSHIP:
         flags |= dict(hidden_size=16, init_std=0.3)
-    flags |= dict(env_id=f"test_loop:Lopsided{actions}-v0", num_envs=ENVS, total_timesteps=iterations * size)
+    flags |= dict(env_id=f"test_loop:Lopsided{kind}-v0", num_envs=ENVS, total_timesteps=iterations * size)
     flags |= dict(update_epochs=2, learning_rate=3e-3, num_workers=1, eval_episodes=0, cuda=False)
     return script.Args(**getattr(script, "PRESETS", {}).get(flags.get("preset"), {}) | flags | more)
 
@@ -165,6 +171,8 @@ def normalised(args, obs, mean, var):
         obs = np.append(((obs - mean) / (np.sqrt(var) + 0.1) / 3)[..., :-1], obs[..., -1:], -1)  # the last is the time
     elif args.norm_obs:
         obs = np.clip((obs - mean) / np.sqrt(var + 1e-8), -10, 10)
+    elif obs.ndim > 3:  # images
+        obs = np.moveaxis(obs, -1, 1) / 255
     return torch.tensor(obs, dtype=torch.float32)
 
 
@@ -246,7 +254,8 @@ def record(name, flags, patch, run_dir):
             assert sent_rows == rows
             obs, rewards, terminated, truncated = (x.copy() for x in outcome)
             done = terminated | truncated
-            followed = np.where(done[:, None], envs.final_obs[rows], obs)
+            followed = obs.copy()
+            followed[done] = envs.final_obs[rows][done]
             part = dict(obs=run.obs[rows].copy(), first=run.first[rows].copy(), followed=followed, done=done)
             part |= dict(rewards=rewards.astype(np.float64), terminated=terminated, sent=actions, active=active)
             run.parts.append((rows, SimpleNamespace(**part, draws=draws)))
