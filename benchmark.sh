@@ -26,6 +26,7 @@ die() {
   echo "benchmark.sh: $*" >&2
   exit 2
 }
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || die "needs Bash 5.1 or newer" # macOS has 3.2
 
 directories=() fresh=() resumed=() # of each run: where it is, and the commands that begin it and go on with it
 
@@ -295,15 +296,17 @@ stop() {
 }
 
 run_here() {
-  local affinity cores gpus i slot mine k
-  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)) || die "needs Bash 5.1 or newer"
+  local affinity cores gpus i slot mine k quota period
   affinity='sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())'
   mapfile -t cores < <("$python" -c "import os; print(*($affinity), sep='\n')")
   ((${#cores[@]})) || die "$python can't be run; PYTHON names the Python"
   IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES-$(nvidia-smi -L 2>/dev/null |
     sed -n 's/^GPU \([0-9]*\):.*/\1/p' | tr '\n' ,)}"
   ((${#gpus[@]})) || gpus=("")
-  workers=${workers:-${#cores[@]}}
+  read -r quota period 2>/dev/null </sys/fs/cgroup/cpu.max || quota=max # a container's share of the cores
+  if [[ $quota == max ]]; then quota=${#cores[@]} period=1; fi
+  workers=${workers:-$((quota < period ? 1 : quota / period))}
+  if ((workers > ${#todo[@]})); then workers=${#todo[@]}; fi # fewer runs have more cores each
   stopped=0
   trap 'stop 130' INT
   trap 'stop 143' TERM

@@ -33,10 +33,10 @@ from scipy import stats
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
 
-# Flags that two runs of one variant may differ in.
+# Flags that do not change what is learned: two runs of one variant may differ in them, and in the seed.
 NOT_THE_VARIANT = {
-    "seed", "env_id", "run_dir", "resume", "torch_deterministic", "cuda", "num_workers", "checkpoint_interval", "track",
-    "wandb_project_name", "wandb_entity", "capture_video", "eval_episodes", "eval_interval",
+    "exp_name", "run_dir", "resume", "torch_deterministic", "cuda", "num_workers", "compile", "ray", "track",
+    "wandb_project_name", "wandb_entity", "checkpoint_interval", "capture_video", "eval_episodes", "eval_interval",
 }  # fmt: skip
 EVENTS = "events.out.tfevents.*"
 MANY_SEEDS = 5  # from here on a mean and an interval say more than every seed
@@ -135,7 +135,7 @@ def name_variants(runs):
     for env_id in {run.env_id for run in runs}:
         for exp_name in {run.args["exp_name"] for run in runs if run.env_id == env_id}:
             group = [run for run in runs if (run.env_id, run.args["exp_name"]) == (env_id, exp_name)]
-            known = dict.fromkeys(flag for run in group for flag in run.args if flag not in NOT_THE_VARIANT)
+            known = dict.fromkeys(flag for run in group for flag in run.args if flag not in {"seed", *NOT_THE_VARIANT})
             values = {flag: [str(run.args[flag]) if flag in run.args else None for run in group] for flag in known}
             telling = [flag for flag in known if len(set(values[flag]) - {None}) > 1]
             if "preset" in telling:
@@ -183,13 +183,17 @@ def groups(runs):
     return found
 
 
+def number(value):
+    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
+
+
+def row(*cells):
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def table(runs):
     """The results as lines of a Markdown table; below it its marks, and what is not finished or has no episode."""
     found = ""  # of MARKS
-
-    def number(value):
-        return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}" if math.isfinite(value) else "-"
-
     yield "| environment | variant | seeds | mean | IQM | its 95% interval, or each seed | evaluation |"
     yield "|-|-|-|-|-|-|-|"
     for (env_id, variant), group in groups([run for run in runs if math.isfinite(run.training)]).items():
@@ -209,8 +213,7 @@ def table(runs):
         marks = "†" * changed + "‡" * any(version != versions[0] for version in versions)
         found += marks
         name = f"{variant} {marks}".strip()
-        cells = [env_id, name, str(len(values)), number(values.mean()), middle, spread, evaluation]
-        yield f"| {' | '.join(cells)} |"
+        yield row(env_id, name, len(values), number(values.mean()), middle, spread, evaluation)
     notes = [f"- {mark}: {meaning}" for mark, meaning in MARKS.items() if mark in found]
     notes += [f"- {run.status}: {run.directory}" for run in runs if run.status != "finished"]
     notes += [f"- no finished episode: {run.directory}" for run in runs if not math.isfinite(run.training)]

@@ -472,7 +472,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, images=False, **kwargs)
             print(f"{env_id}: observations {space} are flattened to {env.observation_space.shape}")
     except Exception as error:
         hint = "; put what a notebook registers into a module, for its processes: module:id" if in_worker else ""
-        if video_folder or any(x in str(error) for x in ("GL", "glGet", "OSMesa")):
+        if video_folder or any(x in str(error) for x in ("GL", "glGet", "eglQuery", "OSMesa")):
             hint = "; frames need render_mode rgb_array, MuJoCo's MUJOCO_GL=egl (libegl1) or osmesa (libosmesa6)"
         elif not isinstance(error, (gym.error.Error, ImportError, OSError, NotImplementedError)):
             traceback.print_exc()  # its constructor's own fault
@@ -540,7 +540,7 @@ class SubprocVecEnv(AbstractContextManager):
     rewards, terminated, truncated: views of memory that the next step overwrites. obs [num_envs, ...] has the space's
     dtype or float32. When an episode ends, the next begins in that step: `obs` is its first observation, `final_obs`
     the ended one's last; `episodes` lists (environment, return, length). One that is not `active` rests. `seed`, an int
-    or several, fixes all, whatever `num_workers`, but what `step` draws from a global generator. `make_env` is
+    or several, fixes all but what `step` draws from a global generator, whatever `num_workers`. `make_env` is
     picklable. SystemExit says what failed."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None):
@@ -556,14 +556,14 @@ class SubprocVecEnv(AbstractContextManager):
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
         context = multiprocessing.get_context("forkserver")  # forks workers from a process with imports, but no threads
-        context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
+        context.set_forkserver_preload(["gymnasium", "tyro", "torch.utils.tensorboard", *{"mujoco"} & {*sys.modules}])
         memory = context.RawArray("b", num_envs * row.itemsize), row
         vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
-        resource_tracker.ensure_running()  # forkserver would start it, which unblocks what is blocked next
+        resource_tracker.ensure_running()  # else forkserver starts it, which unblocks the signals blocked next
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a Ctrl-C shall not end fork server and workers
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        atexit.register(self.close)  # or multiprocessing would wait for them for ever
+        atexit.register(self.close)  # else multiprocessing waits for the workers at exit, for ever
         seeds = np.array(np.random.SeedSequence(seed).spawn(num_envs))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         with suppress(OSError, ValueError):  # the cgroup's quota; there may be no cgroup, or "max", no quota
@@ -677,7 +677,7 @@ class Run(AbstractContextManager):
     """One run and its directory. Unless killed (SIGKILL, a closed terminal), its last whole iteration is saved."""
 
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
-    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # kept in checkpoints, as at first; each is an attribute
+    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # first values of what checkpoints keep; each is an attribute
 
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
@@ -698,7 +698,7 @@ class Run(AbstractContextManager):
         self.budget = self.global_step + max(0, args.total_timesteps - self.global_step) // size * size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # flush raises
+        threading.excepthook = lambda x: "AsyncWriter" in str(x.thread) or threading.__excepthook__(x)  # flush raises
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
@@ -737,7 +737,7 @@ class Run(AbstractContextManager):
 
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.directory.name}
             run |= {"id": None if args.run_dir else self.wandb_id, "config": vars(args)}
-            self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
+            self.wandb_id = wandb.init(**run, resume="allow", reinit="finish_previous", sync_tensorboard=True).id
         self._take_snapshot()
         self._write("checkpoint.pt", self.snapshot)
         (self.directory / "result.json").unlink(missing_ok=True)  # no longer the end of the run
@@ -800,7 +800,7 @@ class Run(AbstractContextManager):
             self._write("checkpoint.pt", self.snapshot)
         left = max(0, self.budget - self.global_step) * self.training_seconds / self.global_step
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
-        bar = f"[{'#' * (20 * self.global_step // self.budget):.<20.20}] " if sys.stdout.isatty() else ""
+        bar = f"[{'#' * (8 * self.global_step // self.budget):.<8.8}] " if sys.stdout.isatty() else ""
         line = f"{bar}step {self.global_step}/{args.total_timesteps}  {speed:.0f} steps/s  return {mean}"
         self.show(f"{line}  {timedelta(seconds=int(left))} left", passing=sys.stdout.isatty() and not last)
 
@@ -820,7 +820,7 @@ class Run(AbstractContextManager):
             result |= {"steps_per_second": self.snapshot["global_step"] / max(self.training_seconds, 1e-9)}
             result |= {"versions": versions | {"python": sys.version.split()[0]}}
         self._write(name, result)
-        print(f"{status}: {self.directory / name}")
+        self.show(f"{status}: {self.directory / name}")
         return result
 
     def __exit__(self, _, error, __):

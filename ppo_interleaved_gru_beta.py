@@ -31,7 +31,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the mode       is an output, where the paper has alpha and beta. At the first noise, Beta(22, 22), a unit of output
                    moves the mean by 3 standard deviations; a unit of alpha, or of beta, by 0.15.
     the noise      is small from the start, and its c does not depend on the state.
-    the discount   rises over the run's first half, from --init-gamma to --gamma.
+    the discount   rises over the run's first half: a short horizon learns to walk soon, a long one not to fall.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise pitches a hip four times as far as an ankle.
                    In training an episode ends, as by a time limit, where a robot lies there and earns nothing.
@@ -41,8 +41,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
                    first iteration has mean 0, variance 1), advantages are normalised in each minibatch, episodes go
                    on from batch to batch, a resume begins new ones.
 
-Result:  h1hand-walk-v0, greedy after 10 M steps, 3 seeds: 917, 927, 934 (FastTD3: 928; DreamerV3, in training: 736),
-         with the settings it had first, those of ./benchmark.sh interleaved.
+Result:  h1hand-walk-v0, greedy after 10 M steps with its first settings, 3 seeds: 917, 927, 934 (FastTD3: 928).
 
 Run:     python ppo_interleaved_gru_beta.py --env-id h1hand-walk-v0      (or --env-id Humanoid-v5)
 Resume:  python ppo_interleaved_gru_beta.py --resume runs/h1hand-walk-v0__ppo_interleaved_gru_beta__1__1700000000
@@ -131,7 +130,7 @@ class Args:
     norm_reward: bool = True  # divide rewards by the running std of the discounted return and clip them at 10
 
     # Luo and Miao
-    preset: str = "default"  # default or paper: sets what neither flag nor --resume does; or Args(**PRESETS["paper"])
+    preset: str = "default"  # default or paper: the defaults of all flags; in Python Args(**PRESETS["paper"])
     window: int = 8  # states that policy and value see, with the actions between them
     interleave: bool = True  # put the actions between the states; without, the window holds states only (ablation)
     state_coef: float = 0.1  # weight of the state-prediction loss; 0: not trained on (ablation)
@@ -207,7 +206,7 @@ class PoseActions(gym.ActionWrapper):
 
 
 class EndStalled(gym.Wrapper):
-    """Truncates an episode after `stall_steps` rewards in a row of less than 0.01 (absolute), after a larger one."""
+    """Truncates an episode that has earned something, after `stall_steps` steps in a row with |reward| < 0.01."""
 
     def __init__(self, env, stall_steps):
         super().__init__(env)
@@ -528,6 +527,9 @@ def train(args: Args) -> dict:
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
         return_norm = RunningNorm(()).to(device)
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
+        discount = partial(np.interp, xp=[0, args.total_timesteps / 2], fp=[args.init_gamma, args.gamma])
+        if run.changed and args.total_timesteps:
+            run.show(f"the discount is now {discount(run.global_step):.4g}")
 
         # torch.compile leaves the GRU as it is: on a CPU `read` gains nothing.
         gradient = compile_function(minibatch_gradient, device) if args.compile else minibatch_gradient
@@ -548,8 +550,7 @@ def train(args: Args) -> dict:
 
         while run.global_step < run.budget:
             optimizer.param_groups[0]["lr"] = args.learning_rate * annealing(args, run.global_step)
-            # A short horizon learns to walk soon, a long one not to fall.
-            gamma = float(np.interp(run.global_step, [0, args.total_timesteps / 2], [args.init_gamma, args.gamma]))
+            gamma = float(discount(run.global_step))
 
             # Collect. The policy and the observation statistics stay as they are in the meantime.
             rollout_start = time.perf_counter()
@@ -622,18 +623,17 @@ class Machine:
         Path(directory, f"{name}.py").write_text(text)
         sys.path.insert(0, directory)
         sys.modules["__main__"] = ModuleType("__main__")  # in place of Ray's, which the processes would import too
-        self.script, self.factory, self.inputs, self.envs = importlib.import_module(name), factory, inputs, None
+        self.name, self.factory, self.inputs, self.envs = name, factory, inputs, None
 
     def step(self, actions, rows, **command):
         """-> (episodes that ended, these rows of SubprocVecEnv's arrays), or (what failed, None)"""
         try:
-            if self.envs is None:  # not made by __init__, where SystemExit would end the actor
-                name, inputs, flags = self.factory
-                make_env = partial(getattr(self.script, name), *inputs, **flags)
-                self.envs = self.script.SubprocVecEnv(make_env, *self.inputs)
+            if self.envs is None:  # not made by __init__, where an exception would end the actor
+                script, (name, inputs, flags) = importlib.import_module(self.name), self.factory
+                self.envs = script.SubprocVecEnv(partial(getattr(script, name), *inputs, **flags), *self.inputs)
             self.envs.send(actions, rows=rows, **command)
             outcome = self.envs.receive(rows)
-        except SystemExit as error:
+        except (Exception, SystemExit) as error:
             return str(error), None
         return self.envs.episodes, [*outcome, self.envs.final_obs[rows]]
 
@@ -675,7 +675,7 @@ class RayVecEnv(AbstractContextManager):
                 place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 inputs = end - first, num_workers or cpus, seed, spaces, first
                 machine = ray.remote(num_cpus=0, scheduling_strategy=place)(Machine)
-                machine = machine.remote(script.read_text(), script.stem, factory, *inputs)
+                machine = machine.remote(script.read_text(), script.stem.replace(".", "_"), factory, *inputs)
                 self.machines.append((slice(first, end), node["NodeManagerHostname"], machine))
 
     def reset(self):
@@ -748,7 +748,7 @@ def gym_make(env_id, eval_episodes=0, video_folder=None, images=False, **kwargs)
             print(f"{env_id}: observations {space} are flattened to {env.observation_space.shape}")
     except Exception as error:
         hint = "; put what a notebook registers into a module, for its processes: module:id" if in_worker else ""
-        if video_folder or any(x in str(error) for x in ("GL", "glGet", "OSMesa")):
+        if video_folder or any(x in str(error) for x in ("GL", "glGet", "eglQuery", "OSMesa")):
             hint = "; frames need render_mode rgb_array, MuJoCo's MUJOCO_GL=egl (libegl1) or osmesa (libosmesa6)"
         elif not isinstance(error, (gym.error.Error, ImportError, OSError, NotImplementedError)):
             traceback.print_exc()  # its constructor's own fault
@@ -816,7 +816,7 @@ class SubprocVecEnv(AbstractContextManager):
     rewards, terminated, truncated: views of memory that the next step overwrites. obs [num_envs, ...] has the space's
     dtype or float32. When an episode ends, the next begins in that step: `obs` is its first observation, `final_obs`
     the ended one's last; `episodes` lists (environment, return, length). One that is not `active` rests. `seed`, an int
-    or several, fixes all, whatever `num_workers`, but what `step` draws from a global generator. `make_env` is
+    or several, fixes all but what `step` draws from a global generator, whatever `num_workers`. `make_env` is
     picklable. SystemExit says what failed. `step` is `send` and `receive`; rows [0::2] and [1::2] may take turns."""
 
     def __init__(self, make_env, num_envs, num_workers, seed, spaces=None, first=0):
@@ -832,14 +832,14 @@ class SubprocVecEnv(AbstractContextManager):
         fields += [("rewards", np.float32), ("active", bool), ("terminated", bool), ("truncated", bool)]
         row = np.dtype(fields, align=True)  # of one environment
         context = multiprocessing.get_context("forkserver")  # forks workers from a process with imports, but no threads
-        context.set_forkserver_preload(["torch", "gymnasium", "mujoco", "tyro", "torch.utils.tensorboard"])
+        context.set_forkserver_preload(["gymnasium", "tyro", "torch.utils.tensorboard", *{"mujoco"} & {*sys.modules}])
         memory = context.RawArray("b", num_envs * row.itemsize), row
         vars(self).update({name: np.frombuffer(*memory)[name] for name in row.names})  # self.obs, ..., self.truncated
-        resource_tracker.ensure_running()  # forkserver would start it, which unblocks what is blocked next
+        resource_tracker.ensure_running()  # else forkserver starts it, which unblocks the signals blocked next
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a Ctrl-C shall not end fork server and workers
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        atexit.register(self.close)  # or multiprocessing would wait for them for ever
+        atexit.register(self.close)  # else multiprocessing waits for the workers at exit, for ever
         seeds = np.array(np.random.SeedSequence(seed, n_children_spawned=first).spawn(num_envs))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         with suppress(OSError, ValueError):  # the cgroup's quota; there may be no cgroup, or "max", no quota
@@ -956,7 +956,7 @@ class Run(AbstractContextManager):
     """One run and its directory. Unless killed (SIGKILL, a closed terminal), its last whole iteration is saved."""
 
     progress = {"iteration": 0, "global_step": 0, "starts": [], "recent_returns": [], "training_seconds": 0.0}
-    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # kept in checkpoints, as at first; each is an attribute
+    progress |= {"wall_seconds": 0.0, "wandb_id": None}  # first values of what checkpoints keep; each is an attribute
 
     def __init__(self, args):
         self.args, self.writer, self.snapshot, self.signum, self.signal_time = args, None, None, None, 0.0
@@ -977,7 +977,7 @@ class Run(AbstractContextManager):
         self.budget = self.global_step + max(0, args.total_timesteps - self.global_step) // size * size
         self.device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
         torch.backends.cudnn.deterministic = args.torch_deterministic
-        threading.excepthook = lambda x: issubclass(x.exc_type, OSError) or threading.__excepthook__(x)  # flush raises
+        threading.excepthook = lambda x: "AsyncWriter" in str(x.thread) or threading.__excepthook__(x)  # flush raises
         self.threads, main = torch.get_num_threads(), threading.current_thread() is threading.main_thread()
         self.handlers = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS if main}
 
@@ -1016,7 +1016,7 @@ class Run(AbstractContextManager):
 
             run = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": self.directory.name}
             run |= {"id": None if args.run_dir else self.wandb_id, "config": vars(args)}
-            self.wandb_id = wandb.init(**run, resume="allow", sync_tensorboard=True).id
+            self.wandb_id = wandb.init(**run, resume="allow", reinit="finish_previous", sync_tensorboard=True).id
         self._take_snapshot()
         self._write("checkpoint.pt", self.snapshot)
         (self.directory / "result.json").unlink(missing_ok=True)  # no longer the end of the run
@@ -1079,7 +1079,7 @@ class Run(AbstractContextManager):
             self._write("checkpoint.pt", self.snapshot)
         left = max(0, self.budget - self.global_step) * self.training_seconds / self.global_step
         mean = f"{np.mean(self.recent_returns):.1f}" if self.recent_returns else "-"
-        bar = f"[{'#' * (20 * self.global_step // self.budget):.<20.20}] " if sys.stdout.isatty() else ""
+        bar = f"[{'#' * (8 * self.global_step // self.budget):.<8.8}] " if sys.stdout.isatty() else ""
         line = f"{bar}step {self.global_step}/{args.total_timesteps}  {speed:.0f} steps/s  return {mean}"
         self.show(f"{line}  {timedelta(seconds=int(left))} left", passing=sys.stdout.isatty() and not last)
 
@@ -1099,7 +1099,7 @@ class Run(AbstractContextManager):
             result |= {"steps_per_second": self.snapshot["global_step"] / max(self.training_seconds, 1e-9)}
             result |= {"versions": versions | {"python": sys.version.split()[0]}}
         self._write(name, result)
-        print(f"{status}: {self.directory / name}")
+        self.show(f"{status}: {self.directory / name}")
         return result
 
     def __exit__(self, _, error, __):

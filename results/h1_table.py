@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import plot_runs
+from plot_runs import row
 
 # What the network earns before its first update, greedy: it holds the robot's first pose
 POSE = dict(walk=10, stand=56, run=10, sit_simple=538, sit_hard=5, crawl=292, reach=1155, hurdle=21, pole=493, stair=12)
@@ -16,20 +17,19 @@ POSE |= dict(balance_simple=51, balance_hard=40, maze=126, slide=12)
 PUBLISHED = ("PPO", 2), ("PPO", 4), ("TD-MPC2", 2), ("FlashSAC", 1)  # after so many million steps
 
 
-def row(*cells):
-    return f"| {' | '.join(cells)} |"
-
-
 def table(paths):
     references = json.loads((Path(__file__).parent / "references.json").read_text())
     runs = [run for run in plot_runs.find_runs(paths) if run.status == "finished"]
+    plot_runs.name_variants(runs)  # and sorts them by seed
     names = [f"{method}, {millions} M" for method, millions in PUBLISHED]
     yield row("task", "ours, greedy", "ours, in training", *names, "first pose held")
     yield "|-|-|-|-|-|-|-|-|"
     for task, pose in POSE.items():
-        seeds = sorted((run for run in runs if run.env_id == f"h1-{task}-v0"), key=lambda run: run.seed)
+        seeds = [run for run in runs if run.env_id == f"h1-{task}-v0"]
         if not seeds:
             continue
+        if len(variants := {run.variant for run in seeds}) > 1:
+            raise SystemExit(f"h1-{task}-v0: {len(variants)} variants; name the folder of one suite's runs")
         found = {reference["label"]: reference for reference in references[f"h1-{task}-v0"]}
         published = []
         for (method, millions), name in zip(PUBLISHED, names):

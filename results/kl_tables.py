@@ -26,6 +26,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import plot_runs
+from plot_runs import number, row
 
 # "AI Gym Workout": (threshold, episodes until it is crossed, largest mean of 5 episodes), on v1 environments, one run
 POST = {
@@ -43,14 +44,6 @@ PAPER = [
     ("kl-fixed", "beta", 10.0, 0.69),
 ]  # fmt: skip
 RANDOM_EPISODES = 100
-
-
-def number(value):
-    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
-
-
-def row(*cells):
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 def five_episode_means(returns):

@@ -41,6 +41,8 @@ def main():
     parser.add_argument("runs", nargs="+", help="run directories, or directories above them")
     runs = plot_runs.find_runs(parser.parse_args().runs)
     runs = [run for run in runs if run.args.get("order", "joint") != "joint" and run.status == "finished"]
+    if not (runs := [run for run in runs if any(run.directory.glob(plot_runs.EVENTS))]):
+        raise SystemExit("no finished run with a value phase and its event files")
     plot_runs.name_variants(runs)
     print(*table(runs), sep="\n")
 

@@ -126,9 +126,9 @@ def bare_worker(script, env_id, num_envs, warmup, steps, concentration, seed, ba
 def bare(script, env_id, warmup, steps, concentration):
     """The limit: bare loops over the same wrapped environments, one process a core at the same time, summed."""
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(CORES), context.SimpleQueue()
-    shares = [NUM_ENVS // CORES + (i < NUM_ENVS % CORES) for i in range(CORES)]
-    workers = []
+    processes, workers = min(CORES, NUM_ENVS), []
+    barrier, results = context.Barrier(processes), context.SimpleQueue()
+    shares = [NUM_ENVS // processes + (i < NUM_ENVS % processes) for i in range(processes)]
     for seed, num_envs in enumerate(shares):
         arguments = (script, env_id, num_envs, warmup, steps, concentration, seed, barrier, results)
         workers.append(context.Process(target=bare_worker, args=arguments, daemon=True))
@@ -487,9 +487,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=10, help="how long each training against others is timed")
     parser.add_argument("--flagship-steps", type=int, default=64, help="flagship: steps an iteration")
     parser.add_argument("--flagship-iterations", type=int, default=8, help="flagship: iterations, the first not timed")
-    parser.add_argument("--sb3-python", help="an interpreter with stable-baselines3")
+    parser.add_argument("--sb3-python", type=os.path.abspath, help="an interpreter with stable-baselines3")
     parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py; others are beside it")
-    parser.add_argument("--cleanrl-python", default=sys.executable, help="an interpreter that can run it")
+    parser.add_argument("--cleanrl-python", type=os.path.abspath, default=sys.executable, help="one that can run it")
     parser.add_argument("--cleanrl-env-id", default="HalfCheetah-v4", help="CleanRL's in `base`; HalfCheetah-v4")
     parser.add_argument("--run-sb3", help=argparse.SUPPRESS)
     parser.add_argument("--sb3-network", help=argparse.SUPPRESS)

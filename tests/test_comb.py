@@ -116,15 +116,6 @@ def test_log_prob_and_entropy_are_sums_over_the_dimensions(as_coded):
     assert comb.sample().shape == comb.mode().shape == (7, 2)
 
 
-def test_flat_comb_is_the_uniform_density():
-    comb = ppo.Comb(torch.full((4, 2, TEETH), 17.0), LOW.float(), HIGH.float())
-    actions = (LOW + torch.rand(4, 2) * (HIGH - LOW)).float()
-    uniform = torch.distributions.Uniform(LOW.float(), HIGH.float())
-    torch.testing.assert_close(comb.log_prob(actions), uniform.log_prob(actions).sum(-1), rtol=0, atol=4e-6)
-    torch.testing.assert_close(comb.entropy(), uniform.entropy().sum().expand(4), rtol=0, atol=4e-6)
-    torch.testing.assert_close(plot_comb.mean(comb), uniform.mean.expand(4, 2), rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_samples_follow_the_cdf(name, dtype):
@@ -166,17 +157,6 @@ def test_entropy_and_mean_equal_quadrature(name):
     comb, single = ppo.Comb(logits, LOW, HIGH), ppo.Comb(logits.float(), LOW.float(), HIGH.float())
     torch.testing.assert_close(plot_comb.mean(comb), mean, rtol=0, atol=1e-9)
     torch.testing.assert_close(plot_comb.mean(single).double(), mean, rtol=0, atol=1e-5)
-
-
-def test_integral_of_p_ln_p_has_two_forms():
-    """h m (ln a + ln b + d coth d - 1) / 2 and h m (ln m + g(r)), the form with the slope r = (b - a) / (a + b)."""
-    logits = rows("random", "two peaks", "almost flat")
-    p = apart(logits).log_density.exp()[..., 0, :]
-    m, r = (p[..., :-1] + p[..., 1:]) / 2, (p[..., 1:] - p[..., :-1]) / (p[..., :-1] + p[..., 1:])
-    g = ((1 + r).square() * r.log1p() - (1 - r).square() * (-r).log1p()) / (4 * r) - 0.5
-    g = torch.where(r.abs() < 0.2, r**2 / 6 + r**4 / 60 + r**6 / 210, g)
-    expected = -((HIGH - LOW)[:, None] / (TEETH - 1) * m * (m.log() + g)).sum(-1)
-    torch.testing.assert_close(apart(logits).entropy(), expected, rtol=0, atol=2e-8)  # d is 1e-3 or more
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-8, 1e-4, 9.9e-4, 1.01e-3, 0.04, 0.3, 5.0, 20.0, 60.0, 100.0])

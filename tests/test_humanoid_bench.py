@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import small_args
 from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
 import ppo_interleaved_gru_beta as ppo
@@ -19,12 +20,8 @@ IDS = ["h1hand-walk-v0", "h1hand-sit_hard-v0", "h1hand-bookshelf_simple-v0", "h1
 
 
 @pytest.mark.parametrize("env_id", IDS)
-def test_trains_and_evaluates(env_id, tmp_path, capfd):
-    args = ppo.Args(
-        env_id=env_id, total_timesteps=64, num_envs=2, num_steps=16, num_minibatches=2, update_epochs=1, num_workers=1,
-        eval_episodes=0, hidden_size=16, run_dir=str(tmp_path / "run"),
-    )  # fmt: skip
-    result = ppo.train(args)
+def test_trains(env_id, tmp_path, capfd):
+    result = ppo.train(small_args(ppo, tmp_path / "run", 1, env_id=env_id, num_envs=2))
     assert result["status"] == "finished" and result["global_step"] == 64
     printed = capfd.readouterr().out.splitlines()
     assert len(printed) == 4 and printed[-1].startswith("finished")  # the plan, two iterations; no word of theirs
@@ -90,14 +87,8 @@ def test_a_robot_that_lies_there_is_reset_in_training(stall_steps):
     assert (n, ends) == ((20, [False, True]) if stall_steps else (30, [False, False]))
 
 
-def test_a_worker_can_hold_more_environments_than_files_may_usually_be_open():
-    make = partial(ppo.make_env, "h1hand-walk-v0")  # each keeps 72 mesh files open; the usual limit is 1024
-    with ppo.SubprocVecEnv(make, 16, 1, 1) as envs:
-        assert np.isfinite(envs.reset()).all()
-
-
-def test_training_processes_can_make_many_environments_one_after_another():
-    """One for each evaluation, and a closed one keeps its files."""
+def test_a_process_can_hold_more_files_than_it_might_open():
+    """Each h1hand keeps 72 open, a closed one too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ppo.import_humanoid_bench.cache_clear()  # it raises the limit once in a process
     try:
@@ -141,8 +132,5 @@ def test_other_scripts_have_its_tasks_as_they_are_or_as_the_flagship_has_them(na
 
 def test_the_base_trains_on_it(tmp_path, capfd):
     """In a process of its own, which imports the module and nothing else."""
-    args = base.Args(
-        env_id="results.pose_tasks:h1-walk-pose-v0", total_timesteps=64, num_envs=2, num_steps=16, num_minibatches=2,
-        update_epochs=1, num_workers=1, eval_episodes=0, run_dir=str(tmp_path / "run"),
-    )  # fmt: skip
+    args = small_args(base, tmp_path / "run", 1, env_id="results.pose_tasks:h1-walk-pose-v0", num_envs=2)
     assert base.train(args)["status"] == "finished" and len(capfd.readouterr().out.splitlines()) == 4

@@ -36,13 +36,13 @@ def ray_args(directory, address, *inputs, **changes):
     return small_args(flagship, directory, *inputs, ray=address, hidden_size=16, **changes)
 
 
-def start(directory, address, *flags, env="Healthy", **variables):
+def start(directory, address, *flags, env="Healthy", script=flagship.__file__, **variables):
     """The flagship as a process of its own."""
     args = vars(ray_args(directory, address, ENDLESS, env))
     names = "env_id num_envs num_steps num_minibatches update_epochs total_timesteps hidden_size ray run_dir".split()
     command = [
         sys.executable,
-        flagship.__file__,
+        script,
         *(f"--{name.replace('_', '-')}={args[name]}" for name in names),
         *flags,
     ]
@@ -177,6 +177,16 @@ def test_what_a_machine_lacks_is_named(cluster, tmp_path):
     assert process.wait(120) == 1
     assert "only_here" in last_line(run) and re.search(r"\(on .+\)", last_line(run)), last_line(run)
     assert "Traceback" not in run.with_suffix(".err").read_text()
+
+
+@pytest.mark.slow
+def test_package_that_a_machine_lacks_is_named(cluster, tmp_path):
+    """The learner has it. The script is a copy whose name has a dot."""
+    run, copy = tmp_path / "run", tmp_path / "ppo_v1.2.py"
+    lacks = 'import tyro\nif "RAY_RAYLET_PID" in os.environ:\n    import not_there\n'
+    copy.write_text(Path(flagship.__file__).read_text().replace("import tyro\n", lacks, 1))
+    assert start(run, cluster.address, script=copy).wait(120) == 1
+    assert "No module named 'not_there'" in last_line(run), last_line(run)
 
 
 @pytest.mark.slow

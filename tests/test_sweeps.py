@@ -275,7 +275,6 @@ def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--gamma=1", "--gamma", "1"], "--gamma is given"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--no-cuda", "--num_envs=1", "--cuda"], "twice"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--num_envs=1", "--num-envs", "1"], "twice"),
-        (["base", "--seeds", "9"], "a suite has its own"),
         (["base", "--seeds", "1"], "a suite has its own"),
         (["base", "--runs", ""], "--runs needs a value"),
         (["base", "--runs", "--dry-run"], "--runs needs a value"),
@@ -389,7 +388,7 @@ def test_the_tables_of_the_pages_are_those_of_the_kept_runs():
     for suite in (ROOT / "results" / "runs").iterdir():
         plot_runs.name_variants(runs := plot_runs.find_runs([suite]))
         made |= {line.replace("ppo_value_first ", "") for line in plot_runs.table(runs)}  # its page leaves the name out
-        made |= set(h1_table.table([suite]))
+        made |= set(h1_table.table([suite])) if suite.name in ("h1", "interleaved-lambda") else set()
     pages = "".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
     heads = r"environment \| variant \| seeds \| mean|task \| ours, greedy"
     tables = re.findall(rf"^\| (?:{heads}).*\n(?:\|.*\n)+", pages, re.MULTILINE)
@@ -497,9 +496,10 @@ def test_rows_of_runs_that_were_resumed_with_other_flags_or_differ_in_versions_a
     first, old, new = {"global_step": 0, "changed": {}, "commit": None}, {"torch": "2.11"}, {"torch": "2.13"}
     again = {"global_step": 5, "changed": {"eval_episodes": [10, 50]}, "commit": None}
     other = {"global_step": 9, "changed": {"gamma": [0.9, 0.8]}, "commit": "c"}
+    seed2 = {"global_step": 9, "changed": {"seed": [1, 2]}, "commit": "c"}  # what was learned before is of another
     results = {
         "both": [{"starts": [first, again, other], "versions": old}, {"starts": [first], "versions": new}],
-        "changed": [{"starts": [first], "versions": new}, {"starts": [first, other], "versions": new}],
+        "changed": [{"starts": [first], "versions": new}, {"starts": [first, seed2], "versions": new}],
         "older": [{"commit": "c", "versions": old}, {"commit": "d", "versions": old}, {}],
         "versions": [{"starts": [first, again], "versions": old}, {"commit": "d", "versions": new}],
     }
@@ -573,12 +573,7 @@ def test_every_point_of_a_long_run_is_read_and_at_most_200_are_kept(tmp_path):
             writer.add_scalar("charts/episodic_return", step % 60, step)
     places = {"run_dir": "/elsewhere", "resume": "/elsewhere"}
     (tmp_path / "run" / "args.json").write_text(json.dumps({"env_id": "A-v0", "seed": 1} | places))
-    result = {
-        "status": "finished",
-        "global_step": 12000,
-        "mean_return_last_100": 5.0,
-        "args": places,
-    }
+    result = {"status": "finished", "global_step": 12000, "mean_return_last_100": 5.0, "args": places}
     (tmp_path / "run" / "result.json").write_text(json.dumps(result))
     (run,) = plot_runs.find_runs([tmp_path])
     assert len(run.points) == 12000
@@ -661,6 +656,6 @@ def test_cleanrl_runs_unfinished_ones_and_the_figure(tmp_path, capsys, monkeypat
     assert [f"{tmp_path / name}\n" in errors for name in ("theirs", "begun", "ours1")] == [True, True, False]
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
 def test_shellcheck_has_nothing_to_say():
-    subprocess.run(["shellcheck", ROOT / "benchmark.sh"], check=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    subprocess.run([shutil.which("shellcheck", path=path), ROOT / "benchmark.sh"], check=True)

@@ -140,18 +140,6 @@ def test_discrete_actions_are_counted_from_the_start_of_the_space():
     assert torch.equal(policy.act(obs), policy.actor(obs).argmax(-1) - 1)
 
 
-def test_box_policy_equals_the_base_policy():
-    policy, obs, actions = agent(BOX), torch.randn(50, 5), 3 * torch.randn(50, 3)
-    policy.actor.log_std.data[:] = torch.tensor([-1.0, 0.0, 0.7])
-    gaussian = as_base(policy)
-    found, expected = policy.policy(obs), gaussian.policy(obs)
-    assert torch.equal(found.mode(), expected.mode()) and torch.equal(policy.value(obs), gaussian.value(obs))
-    assert torch.equal(found.log_prob(actions), expected.log_prob(actions))
-    assert torch.equal(found.entropy(), expected.entropy())
-    assert torch.equal(policy.to_env(actions), gaussian.to_env(actions))
-    assert torch.equal(policy.act(obs), gaussian.act(obs))
-
-
 # The update
 
 
@@ -360,19 +348,6 @@ def test_clamped_targets_are_counted_and_warned_of_once(recorded_training):
         assert found["losses/clamped_targets"].item() == pytest.approx(expected) and 0.1 < expected < 1
     messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert len(messages) == 1 and "--support-min -3.0" in messages[0] and "--support-max 3.0" in messages[0]
-
-
-@pytest.mark.parametrize("reward", [1, -1])
-def test_the_default_support_holds_returns_of_a_reward_of_one_a_step_and_the_posts_does_not(reward):
-    """500 steps and, where a time limit cuts the episode, what would follow: returns of 99.3 and 100."""
-    args = ppo.Args()
-    returns = reward * torch.tensor([(1 - 0.99**500) / 0.01, 100.0])
-    means = {}
-    for low, high, atoms in ((args.support_min, args.support_max, args.support_atoms), (-50.0, 50.0, 101)):
-        support = torch.linspace(low, high, atoms)
-        means[high] = ppo.two_hot(returns, support) @ support
-    torch.testing.assert_close(means[110.0], returns, atol=1e-4, rtol=0)
-    assert means[50.0].tolist() == [reward * 50.0] * 2
 
 
 def test_discrete_run_resumes_and_evaluates(tmp_path):

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import small_args
 
 import ppo_interleaved_gru_beta as ppo
 
@@ -87,11 +88,11 @@ def slow_log_prob(policy, noise, action):
     return (noise.log_prob((action.double() - policy.low) / size) - size.log()).sum()
 
 
-VARIANTS = [{}, {"beta_head": "alpha"}, {"interleave": False}, {"separate_critic": True}, {"window": 1}]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("flags", [*VARIANTS, {"window": 2}])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"beta_head": "alpha"}, {"interleave": False}, {"separate_critic": True}, {"window": 1}, {"window": 2}],
+)
 def test_padding_is_inert(flags):
     policy, errors = agent(**flags), []
     window = policy.args.window
@@ -186,12 +187,6 @@ def test_greedy_actions_are_the_mode_after_the_remembered_window():
             seen[env].append((obs[env], actions[env]))
 
 
-def run_args(directory, **changes):
-    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "num_workers": 1}
-    sizes |= {"eval_episodes": 0, "cuda": False, "hidden_size": 16, "env_id": "misbehaving:Healthy-v0"}
-    return ppo.Args(**sizes | {"run_dir": str(directory)} | changes)
-
-
 def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, monkeypatch):
     calls, ends, made, act, step, init = [], [], [], ppo.Agent.act, ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.__init__
 
@@ -202,8 +197,7 @@ def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, mon
 
     def spy_step(*inputs):
         outcome = step(*inputs)
-        if calls:
-            ends.append((outcome[2] | outcome[3]).tolist())
+        ends.append((outcome[2] | outcome[3]).tolist())
         return outcome
 
     def spy_init(self, make, *inputs):
@@ -213,7 +207,7 @@ def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, mon
     monkeypatch.setattr(ppo.Agent, "act", spy_act)
     monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
     monkeypatch.setattr(ppo.SubprocVecEnv, "__init__", spy_init)
-    ppo.train(run_args(tmp_path / "run", total_timesteps=64, eval_episodes=5, num_envs=2, num_steps=32, stall_steps=7))
+    ppo.train(small_args(ppo, tmp_path / "run", 1, eval_episodes=5, num_envs=2, num_steps=32, stall_steps=7))
     assert made == [(7, 0), (7, 5)]
     assert [first for first, _, _ in calls] == [[True, True], *ends[:-1]] and sum(map(sum, ends[:-1])) >= 3
     assert all(before is after for (_, before, _), (_, _, after) in zip(calls[1:], calls))
@@ -269,7 +263,7 @@ def test_a_separate_critic_shares_nothing_with_the_policy(separate):
 def test_an_environment_that_can_not_be_made_starts_no_cluster(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", ray := Mock())
     with pytest.raises(SystemExit, match="--env-id NoSuch-v0"):
-        ppo.train(run_args(tmp_path / "run", env_id="NoSuch-v0", ray="auto"))
+        ppo.train(small_args(ppo, tmp_path / "run", env_id="NoSuch-v0", ray="auto"))
     assert not ray.init.called
 
 
