@@ -38,6 +38,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 NUM_ENVS = 32  # in `vecenv` and `flagship`
+NUM_STEPS, ITERATIONS = 64, 8  # the flagship's steps an iteration, and its iterations, of which the first is not timed
 SHARED_BATCH = "--num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10"  # `base`: 2048 steps, 64 at once
 
 
@@ -144,10 +145,10 @@ def vecenv(args):
     """SubprocVecEnv against AsyncVectorEnv and bare loops: HalfCheetah-v5, uniformly random actions."""
     import gymnasium as gym
 
-    base, warmup, steps = load("ppo_mlp_gaussian"), 50, args.steps
+    base, warmup, steps = load("ppo_mlp_gaussian"), 50, 1000  # 1000: with a reset
     make_env = partial(base.make_env, "HalfCheetah-v5")
     peer = gym.vector.AsyncVectorEnv([make_env] * NUM_ENVS)  # its default settings, shared memory among them
-    with base.SubprocVecEnv(make_env, NUM_ENVS, args.num_workers, 1) as ours:
+    with base.SubprocVecEnv(make_env, NUM_ENVS, 0, 1) as ours:
         actions = draw_actions(ours.single_action_space, warmup + steps, NUM_ENVS, 1, 0)
 
         def measure(envs):
@@ -258,7 +259,7 @@ def base(args):
     else:
         print("SB3 is left out: --sb3-python was not given\n")
     if args.cleanrl:
-        command = [args.cleanrl_python, Path(args.cleanrl).resolve(), "--env-id", args.cleanrl_env_id, "--no-cuda"]
+        command = [args.cleanrl_python, Path(args.cleanrl).resolve(), "--env-id", "HalfCheetah-v4", "--no-cuda"]
         command += ["--total-timesteps", 100000000]
         for name, environment in ("CleanRL", {}), ("CleanRL, OMP_NUM_THREADS=1", {"OMP_NUM_THREADS": "1"}):
             contenders[name] = partial(train, command, "SPS:", 2048, args.seconds, **environment)
@@ -328,11 +329,11 @@ def comb(args):
 
 def flagship(args):
     """The flagship's rollout against bare loops with the same actions, and its whole training."""
-    script, num_steps, iterations = "ppo_interleaved_gru_beta", args.flagship_steps, args.flagship_iterations
-    batch_size, contenders, rows, shares = NUM_ENVS * num_steps, {}, [], {}
-    flags = f"--num-envs {NUM_ENVS} --num-steps {num_steps} --no-cuda --num-workers {args.num_workers}"
+    script = "ppo_interleaved_gru_beta"
+    batch_size, contenders, rows, shares = NUM_ENVS * NUM_STEPS, {}, [], {}
+    flags = f"--num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --no-cuda"
     # Without learning the policy keeps its initial noise, close to Beta(22, 22): the bare loops can draw the same.
-    flags += f" --learning-rate 0 --total-timesteps {batch_size * iterations}"
+    flags += f" --learning-rate 0 --total-timesteps {batch_size * ITERATIONS}"
     for env_id in ("h1hand-walk-v0", "Humanoid-v5"):
         humanoid_bench = env_id.startswith("h1")
         if humanoid_bench and util.find_spec("humanoid_bench") is None:
@@ -346,9 +347,9 @@ def flagship(args):
             rows.append((name, None))
             rows.append((f"rollout of {name}", f"bare loops, {env_id}"))
         # The same steps of the episodes as in the iterations that count: those after the first.
-        contenders[f"bare loops, {env_id}"] = partial(bare, script, env_id, num_steps, num_steps * (iterations - 1), 22)
+        contenders[f"bare loops, {env_id}"] = partial(bare, script, env_id, NUM_STEPS, NUM_STEPS * (ITERATIONS - 1), 22)
     speeds = compare(args.rounds, contenders)
-    print(f"## flagship on the CPU: {NUM_ENVS} environments x {num_steps} steps, else its defaults\n")
+    print(f"## flagship on the CPU: {NUM_ENVS} environments x {NUM_STEPS} steps, else its defaults\n")
     for name, values in shares.items():
         speeds[f"rollout of {name}"] = [speed for speed, _ in values]
     table(speeds, rows)
@@ -365,13 +366,13 @@ def cluster(args):
     os.environ["PYTHONPATH"] = str(ROOT / "tests")
     shares, rows, speeds = {}, [], {}
     for machines in (1, 2, 4, 8):
-        name, size = f"{machines} machine{'s' * (machines > 1)}", NUM_ENVS * machines * args.flagship_steps
+        name, size = f"{machines} machine{'s' * (machines > 1)}", NUM_ENVS * machines * NUM_STEPS
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(machines - 1):
             nodes.add_node(num_cpus=1)
         nodes.wait_for_nodes()
         flags = f"--env-id sleeping:Sleeping-v0 --ray {nodes.address} --num-workers 1 --num-envs {NUM_ENVS * machines}"
-        flags += f" --num-steps {args.flagship_steps} --total-timesteps {size * args.flagship_iterations}"
+        flags += f" --num-steps {NUM_STEPS} --total-timesteps {size * ITERATIONS}"
         shares[name] = []
         run = partial(run_script, "ppo_interleaved_gru_beta", flags, size, None, shares[name])
         speeds |= compare(args.rounds, {name: run})
@@ -410,7 +411,7 @@ def value_first(args):
     contenders, rows = {}, []
     for order in ("joint", "value-first"):
         for name in ("eager", "--compile", "--num-envs 16 --num-steps 32 --compile"):  # a batch is 512 steps in each
-            flags = f"--order {order} --total-timesteps 100000000 --no-cuda --num-workers {args.num_workers} "
+            flags = f"--order {order} --total-timesteps 100000000 --no-cuda "
             flags += name.removeprefix("eager")
             contenders[f"{order}, {name}"] = partial(run_script, script, flags, 512, args.seconds)
     if args.cleanrl:
@@ -432,11 +433,11 @@ def gpu(args):
     if not torch.cuda.is_available():
         print("## gpu\n\nThere is no GPU here.\n")
         return
-    humanoid = f"--env-id Humanoid-v5 --num-envs 128 --num-steps {args.flagship_steps}"
+    humanoid = f"--env-id Humanoid-v5 --num-envs 128 --num-steps {NUM_STEPS}"
     runs = {
         "base, HalfCheetah-v5": ("ppo_mlp_gaussian", SHARED_BATCH, 2048, 15),
         "recurrent, Breakout": ("ppo_lstm_atari", "", 1024, 10),
-        "flagship, Humanoid-v5": ("ppo_interleaved_gru_beta", humanoid, 128 * args.flagship_steps, 10),
+        "flagship, Humanoid-v5": ("ppo_interleaved_gru_beta", humanoid, 128 * NUM_STEPS, 10),
     }
     contenders, rows, shares = {}, [], {}
     for run, (script, flags, size, iterations) in runs.items():
@@ -482,15 +483,10 @@ def main():
     only = "sections; default: all (cluster where there is Ray, gpu where there is one)"
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help=only)
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
-    parser.add_argument("--num-workers", type=int, default=0, help="of ours, not in `base`; 0: one for each core")
-    parser.add_argument("--steps", type=int, default=1000, help="vecenv: steps of each environment (1000: a reset)")
     parser.add_argument("--seconds", type=float, default=10, help="how long each training against others is timed")
-    parser.add_argument("--flagship-steps", type=int, default=64, help="flagship: steps an iteration")
-    parser.add_argument("--flagship-iterations", type=int, default=8, help="flagship: iterations, the first not timed")
     parser.add_argument("--sb3-python", type=os.path.abspath, help="an interpreter with stable-baselines3")
     parser.add_argument("--cleanrl", help="CleanRL's ppo_continuous_action.py; others are beside it")
     parser.add_argument("--cleanrl-python", type=os.path.abspath, default=sys.executable, help="one that can run it")
-    parser.add_argument("--cleanrl-env-id", default="HalfCheetah-v4", help="CleanRL's in `base`; HalfCheetah-v4")
     parser.add_argument("--run-sb3", help=argparse.SUPPRESS)
     parser.add_argument("--sb3-network", help=argparse.SUPPRESS)
     args = parser.parse_args()
