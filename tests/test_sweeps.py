@@ -250,6 +250,15 @@ def test_runs_are_spread_over_the_gpus(visible, listed, given, tmp_path, monkeyp
     assert all("--env-id misbehaving:Healthy-v0" in log[0] for log in logs)  # the command that was started
 
 
+@pytest.mark.skipif(not shutil.which("taskset"), reason="runs are bound by taskset")
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_cores_are_shared_out_among_the_runs(seeds, tmp_path):
+    python = quick_python(tmp_path, "env -u OMP_NUM_THREADS nproc")
+    code, _ = finish(sweep(tmp_path / "runs", "Healthy", seeds, PYTHON=python))
+    counts = [int(log.read_text().split()[-1]) for log in (tmp_path / "runs").glob("*.log")]
+    assert code == 0 and sum(counts) == max(seeds, len(os.sched_getaffinity(0)))
+
+
 def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
     runs, flags = tmp_path / "runs", ("--total-timesteps", "640", "--no-norm-reward")
     code, output = finish(sweep(runs, "EnormousRewards", 1, *flags))
