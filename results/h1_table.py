@@ -19,7 +19,7 @@ PUBLISHED = ("PPO", 2), ("PPO", 4), ("TD-MPC2", 2), ("FlashSAC", 1)  # after so 
 
 def table(paths):
     references = json.loads((Path(__file__).parent / "references.json").read_text())
-    runs = [run for run in plot_runs.find_runs(paths) if run.status == "finished"]
+    runs = [run for run in plot_runs.find_runs(paths) if run.status == "finished" and run.env_id.startswith("h1-")]
     plot_runs.name_variants(runs)  # and sorts them by seed
     names = [f"{method}, {millions} M" for method, millions in PUBLISHED]
     yield row("task", "ours, greedy", "ours, in training", *names, "first pose held")
