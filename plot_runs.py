@@ -21,6 +21,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -266,8 +267,8 @@ def draw(runs, references, axis, out):
         here = [r for r in published(references, env_id, runs) if axis == "steps" or "curve" not in r]
         lowest, highest = panel.get_ylim()  # of the runs; what is published far outside shall not flatten them
         bounds = 2 * lowest - highest, 2 * highest - lowest
-        for reference, style in zip(here, [(0, (6, 3)), (0, (2, 2)), (0, (6, 2, 1, 2)), (0, (1, 3))] * 3):
-            look = {"color": "0.35", "linewidth": 1, "linestyle": style, "label": reference["label"]}
+        for reference, style in zip(here, cycle([(6, 3), (2, 2), (6, 2, 1, 2), (1, 3), (9, 2, 1, 2, 1, 2)])):
+            look = {"color": "0.35", "linewidth": 1, "linestyle": (0, style), "label": reference["label"]}
             if "curve" in reference:  # [[step, return], ...], as far as the runs reach: their last episodes end before
                 steps, returns = np.transpose(reference["curve"])
                 reached = steps <= 1.02 * longest

@@ -134,7 +134,7 @@ class Args:
     window: int = 8  # states that policy and value see, with the actions between them
     interleave: bool = True  # put the actions between the states; without, the window holds states only (ablation)
     state_coef: float = 0.1  # weight of the state-prediction loss; 0: not trained on (ablation)
-    reward_scale: float = 1.0  # factor on the rewards, to keep value targets under 20 (3.1); --norm-reward undoes it
+    reward_scale: float = 1.0  # factor on the rewards; --norm-reward undoes it
     entropy_mean: bool = False  # mean of the entropy over the action dimensions instead of their sum
 
     # Chosen here
@@ -162,17 +162,18 @@ def preset_args():
 
 
 def check_settings(args):
-    """check_args, and the flags that this script alone has."""
-    check_args(args)
+    """The flags that this script alone has, and check_args."""
     for name, right, rule in (
         ("preset", args.preset in PRESETS, f"one of {', '.join(PRESETS)}"),
         ("beta_head", args.beta_head in ("mode", "alpha"), "one of mode, alpha"),
         ("init_std", 0 < args.init_std < 0.57, "above 0 and below 0.57, that of uniform actions"),
         ("window", args.window > 0, "1 or more"),
         ("hidden_size", args.hidden_size > 0, "1 or more"),
+        ("reward_scale", args.reward_scale > 0, "above 0"),
     ):
         if not right:
             raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be {rule}")
+    check_args(args)
 
 
 @cache
@@ -228,11 +229,11 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stal
     if "humanoid_bench" in (module, *sys.modules) or not (module or env_id in gym.registry):
         try:
             import_humanoid_bench()
-        except ImportError as error:
+        except Exception as error:  # MuJoCo's own, too, where MUJOCO_GL names an OpenGL that is not there
             if module == "humanoid_bench" or env_id.startswith(("h1", "g1")):
-                packages = "jax dm_control==1.0.20 mujoco==3.1.6"
-                how = f"pip install {packages}, then --no-deps -e a clone of carlosferrazza/humanoid-bench"
-                raise SystemExit(f"--env-id {env_id} needs HumanoidBench ({error}): {how}") from None
+                how = "pip install jax dm_control==1.0.20 mujoco==3.1.6, then --no-deps -e a clone of"
+                how += " carlosferrazza/humanoid-bench; MUJOCO_GL, if set, needs libegl1 (egl) or libosmesa6 (osmesa)"
+                raise SystemExit(f"--env-id {env_id} needs HumanoidBench ({one_line(error)}): {how}") from None
     env = gym_make(env_id, eval_episodes, video_folder)
     space = env.action_space
     flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
@@ -362,8 +363,7 @@ class Agent(nn.Module):
 
     def read(self, states, past, num_before):
         """Windows -> the GRU's output after the current state [B, hidden_size] and after every token; that state."""
-        tokens = self.state_encoder(states)  # [B, window, hidden_size]
-        last = num_before  # index of the current state's token
+        tokens, last = self.state_encoder(states), num_before  # [B, window, hidden_size]; the current state's token
         if self.args.interleave:
             actions = self.action_encoder(2 * (past[:, :-1] - self.low) / (self.high - self.low) - 1)
             pairs = torch.stack([tokens[:, :-1], actions], 2).flatten(1, 2)  # s a s a ...
@@ -392,11 +392,11 @@ class Agent(nn.Module):
         mask = torch.arange(errors.shape[1], device=errors.device) < num_before[:, None]
         return (errors * mask).sum() / mask.sum().clamp(min=1)
 
-    def empty_windows(self, num_envs=1):
+    def empty_windows(self, num_envs):
         """Windows that hold nothing yet, for the first call of `act`."""
         obs_dim, act_dim = self.state_encoder[0].in_features, len(self.low)
-        states, past = (self.low.new_zeros(num_envs, self.args.window, size) for size in (obs_dim, act_dim))
-        return states, past, torch.zeros(num_envs, dtype=torch.long, device=self.low.device)
+        states, past = (self.low.new_zeros(num_envs, self.args.window, dim) for dim in (obs_dim, act_dim))
+        return states, past, self.low.new_zeros(num_envs, dtype=torch.long)
 
     @torch.no_grad()
     def act(self, obs, first, windows):
@@ -529,7 +529,7 @@ def train(args: Args) -> dict:
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
         discount = partial(np.interp, xp=[0, args.total_timesteps / 2], fp=[args.init_gamma, args.gamma])
         if run.changed and args.total_timesteps:
-            run.show(f"the discount is now {discount(run.global_step):.4g}")
+            run.show(f"the discount is {discount(run.global_step):.4g}")
 
         # torch.compile leaves the GRU as it is: on a CPU `read` gains nothing.
         gradient = compile_function(minibatch_gradient, device) if args.compile else minibatch_gradient

@@ -882,7 +882,7 @@ IMPOSSIBLE = {  # a flag, a value, and more words of the line that names both
         gae_lambda nan from 0 to 1 | learning_rate -1.0 from 0 | clip_coef -0.1 | max_grad_norm -0.5""",
     "adaptive": "value_learning_rate -1.0 | num_steps -1 | num_minibatches 3 64 equal parts",
     "flagship": """
-        num_envs 0 | window 0 | hidden_size 0 | init_std 0.6 | init_std 0.0
+        num_envs 0 | window 0 | hidden_size 0 | init_std 0.6 | init_std 0.0 | reward_scale 0.0
         init_gamma 1.5 from 0 to 1 | beta_head beta mode, alpha | preset Paper default, paper""",
     "comb": "num_teeth 1 | density quadratic linear as-coded",
     "value-first": """
@@ -933,6 +933,12 @@ def test_unknown_flag_or_value_exits_with_2(monkeypatch, capsys, module, flags):
 
 def test_without_opengl_what_is_not_rendered_is_trained(start):
     start("--total-timesteps=64", MUJOCO_GL="bogus").assert_ends(0)
+
+
+def test_without_opengl_an_unknown_id_is_one_line(start):
+    """The flagship looks for it in HumanoidBench, whose import of MuJoCo fails then."""
+    start("--env-id=Typo-v0", module=flagship, MUJOCO_GL="bogus").assert_ends(1, "--env-id Typo-v0", "NameNotFound")
+    start("--env-id=h1-walk-v0", module=flagship, MUJOCO_GL="bogus").assert_ends(1, "HumanoidBench", "MUJOCO_GL")
 
 
 def test_video_without_rendering_is_one_line(start):
