@@ -403,6 +403,13 @@ def test_whole_episodes_of_a_task_without_a_time_limit_end(flags, tmp_path, monk
     assert made[0].get_wrapper_attr("_max_episode_steps") == 27000
 
 
+def test_the_gradient_of_the_value_is_clipped():
+    policy = agent()
+    ppo.value_gradient(policy, ppo.Args(max_grad_norm=1e-3), torch.randn(64, 18), torch.randn(64))
+    norm = torch.cat([p.grad.flatten() for p in policy.critic.parameters()]).norm().item()
+    assert norm == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_value_fit_replays_the_batch_before():
     policy, seen = agent(), []
     carried, optimizer = {"batch": (torch.zeros(0, 18), torch.zeros(0))}, adam(policy)
@@ -531,12 +538,13 @@ def test_unknown_preset_reaches_that_line(monkeypatch):
     assert parse(monkeypatch, "--preset", "past").preset == "past"
 
 
-def test_the_papers_clipped_objective_is_the_base(tmp_path, monkeypatch):
-    """The same steps of both scripts, to rounding; and a resumed run keeps its preset."""
+@pytest.mark.parametrize("norm_adv, max_grad_norm", [(False, 0.0), (True, 0.02)])
+def test_the_papers_clipped_objective_is_the_base(norm_adv, max_grad_norm, tmp_path, monkeypatch):
+    """The same steps and losses of both scripts, to rounding; and a resumed run keeps its preset."""
     sizes = {"env_id": "misbehaving:Healthy-v0", "num_envs": 4, "num_steps": 16, "num_minibatches": 4}
     sizes |= {"num_workers": 2, "eval_episodes": 0, "cuda": False, "total_timesteps": 4 * 64}
-    sizes |= {"ent_coef": 0.1, "norm_adv": False}
-    unlike = {"anneal_lr": False, "clip_vloss": False, "max_grad_norm": 0.0}
+    sizes |= {"ent_coef": 0.1, "norm_adv": norm_adv, "max_grad_norm": max_grad_norm, "clip_coef": 0.01}
+    unlike = {"anneal_lr": False, "clip_vloss": False}
     base.train(base.Args(**sizes, **unlike, run_dir=str(tmp_path / "base")))
     ppo.train(paper_args(**sizes, objective="clip", run_dir=str(tmp_path / "run")))
     expected, found = load(tmp_path / "base")["model"], load(tmp_path / "run")["model"]
@@ -544,6 +552,10 @@ def test_the_papers_clipped_objective_is_the_base(tmp_path, monkeypatch):
     assert found.keys() == expected.keys() and "losses/beta" not in points(tmp_path / "run")
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
+    ours, theirs = points(tmp_path / "run"), points(tmp_path / "base")
+    for name in [x for x in theirs if x.startswith("losses/") and x in ours]:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5, rtol=1e-3, err_msg=name)
+    assert theirs["losses/clipfrac"][-1][1] > 0
 
     flags = "--resume", tmp_path / "run", "--total-timesteps", 5 * 64
     args = parse(monkeypatch, *flags)
@@ -558,15 +570,16 @@ def test_episodes_in_a_batch_by_environment(monkeypatch, tmp_path):
     asked = []
 
     def collect(*inputs):
-        asked.extend(inputs[4:])
+        asked.extend([inputs[2].num_envs, *inputs[4:]])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ppo, "collect", collect)
-    for env_id, episodes in (("Reacher-v5", 50), ("Swimmer-v5", 5), ("misbehaving:Healthy-v0", 20)):
+    for env_id, episodes in (("Reacher-v5", 50), ("Swimmer-v5", 5), ("HalfCheetah-v5", 5), ("Healthy-v0", 20)):
         asked.clear()
+        flags = {"env_id": f"misbehaving:{env_id}" if env_id == "Healthy-v0" else env_id, "norm_obs": False}
         with pytest.raises(KeyboardInterrupt):
-            ppo.train(small_args(tmp_path / env_id[:4], env_id=env_id, episodes_per_batch=None, norm_obs=False))
-        assert asked == [np.inf, episodes]
+            ppo.train(small_args(tmp_path / env_id, episodes_per_batch=None, num_envs=7, **flags))
+        assert asked == [min(7, episodes), np.inf, episodes]
 
 
 # results/kl_tables.py

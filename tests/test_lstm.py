@@ -685,7 +685,7 @@ def values(env):
 @pytest.mark.parametrize("env_id", ["Hopper-v5", "Ant-v5"])
 def test_randomised_dynamics_are_in_range_drawn_at_each_reset_and_seeded(env_id):
     env, other = (ppo.make_env(env_id, randomise=True) for _ in range(2))
-    drawn = []
+    drawn, logs = [], []
     for i in range(20):  # factors on factors would leave the ranges
         obs = [x.reset(seed=5 if i == 0 else None)[0] for x in (env, other)]
         assert (obs[0] == obs[1]).all()
@@ -702,8 +702,11 @@ def test_randomised_dynamics_are_in_range_drawn_at_each_reset_and_seeded(env_id)
         np.testing.assert_allclose(model.body_subtreemass[0], model.body_mass.sum())  # what follows from it
         damped = env.nominal["dof_damping"] > 0  # not the joints of the trunk
         drawn.append([*mass[1:], *factors["dof_damping"][damped], *gravity])
+        logs += [*np.log(factors["dof_damping"][damped])]
+        assert len(set(gravity)) == 3 and len(set(factors["geom_friction"][:, 0])) > 3  # one factor for each
         env.step(env.action_space.high), other.step(env.action_space.high)
     assert (np.std(drawn, 0) > 0.1).all()
+    assert abs(np.mean(logs) - np.log(0.3 * 3) / 2) < 0.25, "log-uniform"
     starts = [ppo.make_env(env_id, randomise=x).reset(seed=5)[0][:5] for x in (False, True)]
     assert (starts[0] == starts[1]).all()
     env.reset(seed=6)

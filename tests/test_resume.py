@@ -427,6 +427,23 @@ def test_videos_are_of_the_last_evaluation(module, tmp_path, capsys):
     names = [file.name for file in sorted((tmp_path / "run/videos").iterdir())]
     assert names == [f"rl-video-episode-{i}.mp4" for i in (0, 1)]
     assert f"recorded in {tmp_path / 'run/videos'}" in capsys.readouterr().out
+    for name in names:
+        (tmp_path / "run/videos" / name).unlink()
+    module.train(resume_args(module, tmp_path / "run", total_timesteps=0, eval_episodes=1))  # --capture-video is saved
+    assert (tmp_path / "run/videos" / names[0]).exists()
+
+
+@every
+def test_signals_are_handled_as_before_after_a_run(module, tmp_path):
+    before = [signal.getsignal(x) for x in module.SIGNALS]
+    module.train(small_args(module, tmp_path / "run", 1))
+    assert [signal.getsignal(x) for x in module.SIGNALS] == before
+
+
+@every
+def test_adam_has_the_epsilon_of_the_source(module, finished):
+    groups = load(finished(module))["optimizer"]["param_groups"]
+    assert {x["eps"] for x in groups} == {1e-8 if module is adaptive else 1e-5}
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method")  # of torch itself

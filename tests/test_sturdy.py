@@ -707,7 +707,10 @@ def test_run_directory_that_can_not_be_used_is_one_line_and_not_touched(monkeypa
     before = contents(finished(base))
     message = one_line(base.train, small_args(base, finished(base)))
     assert_words(message, f"--run-dir {finished(base)} holds a run", "--resume")
-    assert contents(finished(base)) == before
+    other = Path(shutil.copytree(finished(base), tmp_path / "other"))  # a resumed run writes over none either
+    message = one_line(base.train, resume_args(base, finished(base), total_timesteps=4 * BATCH, run_dir=str(other)))
+    assert_words(message, f"--run-dir {other} holds a run")
+    assert contents(finished(base)) == before and load(other)["iteration"] == 3
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file" / "run") in one_line(base.train, small_args(base, tmp_path / "file" / "run"))
 
@@ -810,6 +813,16 @@ def test_divergence_in_the_first_iteration_leaves_the_beginning(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "diverged"
     again = resume_args(base, tmp_path / "run", env_id="misbehaving:Healthy-v0")
     assert base.train(again)["status"] == "finished"
+
+
+def test_parameters_alone_that_are_not_finite_are_divergence(tmp_path):
+    model, now = torch.nn.Linear(1, 1), 0.0
+    with pytest.raises(SystemExit, match="diverged"), base.Run(small_args(base, tmp_path / "run")) as run:
+        run.begin(SPACES, model=model)
+        run.count(BATCH, [])
+        model.weight.data *= float("nan")
+        run.end_iteration({"losses/value_loss": torch.tensor(1.0)}, now, now + 1)
+    assert load(tmp_path / "run")["model"]["weight"].isfinite().all()
 
 
 def test_rewards_near_the_largest_float_do_not_poison_the_checkpoint(tmp_path):

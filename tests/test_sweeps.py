@@ -101,6 +101,16 @@ def test_a_stopped_sweep_goes_on(tmp_path):
         assert "stopped by SIG" in log and log.count("step 64/1920") == 1
 
 
+def test_a_terminated_sweep_stops_its_runs(tmp_path):
+    runs, text = tmp_path / "runs", "trap 'echo stopped; exit 143' TERM; echo begun; while :; do sleep 0.1; done"
+    process = sweep(runs, "Healthy", 2, PYTHON=quick_python(tmp_path / "bin", text))
+    wait_until(lambda: sum("begun" in log.read_text() for log in runs.glob("*.log")) == 2)
+    process.terminate()  # benchmark.sh alone, not its group
+    code, output = finish(process)
+    assert code == 143 and "the same command goes on" in output
+    assert ["stopped" in log.read_text() for log in runs.glob("*.log")] == [True, True]
+
+
 def test_a_run_whose_end_the_shell_missed_is_counted():
     """After a signal at a bad moment `wait` may not know a child that has ended: waiting on would spin for ever."""
     text = (ROOT / "benchmark.sh").read_text()
@@ -346,13 +356,31 @@ def test_an_array_runs_the_list_as_it_was_submitted(tmp_path):
     script = shutil.copy(ROOT / "benchmark.sh", tmp_path)
     path = program(tmp_path / "bin" / "sbatch", f"cat > {tmp_path}/batch")
     sweep = [script, "base", "--runs", "its runs", "--launcher", "slurm"]
-    more = environment(PATH=path, PYTHON=quick_python(tmp_path), SLURM_ARRAY_TASK_ID="11", SLURM_ARRAY_JOB_ID="77")
+    python = quick_python(tmp_path, "echo ran")
+    more = environment(PATH=path, PYTHON=python, SLURM_ARRAY_TASK_ID="11", SLURM_ARRAY_JOB_ID="77")
     subprocess.run(sweep, cwd=tmp_path, env=more, check=True)
     Path(script).write_text("exit 9")
     assert (tmp_path / "batch").read_text().startswith("#!")  # or sbatch refuses it
-    subprocess.run(["bash", "batch"], cwd=tmp_path, env=more, check=True)
+    for _ in range(2):  # one that is queued again after its run has ended does nothing
+        subprocess.run(["bash", "batch"], cwd=tmp_path, env=more, check=True)
     (run,) = (tmp_path / "its runs").glob("*/")
+    assert Path(f"{run}.log").read_text().count("ran") == 1
     assert re.fullmatch("Hopper-v5__ppo_mlp_gaussian__[0-9a-f]{8}__2", run.name)
+
+
+def test_keep_copies_the_suites_runs_and_draws_them(tmp_path):
+    shutil.copy(ROOT / "benchmark.sh", tmp_path)
+    more = environment(PYTHON=str(tmp_path / "bin" / "python"))
+    program(tmp_path / "bin" / "python", f'echo "$@" >> {tmp_path}/called')
+    command = ["./benchmark.sh", "humanoid-4m"]
+    printed = subprocess.check_output([*command, "--dry-run"], cwd=tmp_path, env=more, text=True)
+    run = re.search(r"--run-dir (\S+)", printed)[1]
+    (tmp_path / run).mkdir(parents=True)
+    subprocess.run([*command, "--keep"], cwd=tmp_path, env=more, check=True)
+    assert (tmp_path / "called").read_text().splitlines() == [
+        f"plot_runs.py {run} --keep results/runs/humanoid-4m",
+        "plot_runs.py results/runs/humanoid-4m --out results/figures/humanoid-4m.png",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,8 @@ def test_greedy_actions_are_the_mode_after_the_remembered_window():
 
 
 def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, monkeypatch):
-    calls, ends, made, act, step, init = [], [], [], ppo.Agent.act, ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.__init__
+    act, step, init = ppo.Agent.act, ppo.SubprocVecEnv.step, ppo.SubprocVecEnv.__init__
+    calls, ends, made, seeds = [], [], [], []
 
     def spy_act(policy, obs, first, windows):
         actions, after = act(policy, obs, first, windows)
@@ -201,14 +202,17 @@ def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, mon
         return outcome
 
     def spy_init(self, make, *inputs):
-        made.append((make.keywords["stall_steps"], make.keywords.get("eval_episodes", 0)))
+        given = make.keywords
+        made.append((given["stall_steps"], given["pose_actions"], given.get("eval_episodes", 0)))
+        seeds.append(inputs[2])
         init(self, make, *inputs)
 
     monkeypatch.setattr(ppo.Agent, "act", spy_act)
     monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
     monkeypatch.setattr(ppo.SubprocVecEnv, "__init__", spy_init)
-    ppo.train(small_args(ppo, tmp_path / "run", 1, eval_episodes=5, num_envs=2, num_steps=32, stall_steps=7))
-    assert made == [(7, 0), (7, 5)]
+    flags = {"num_envs": 2, "num_steps": 32, "stall_steps": 7, "pose_actions": False}
+    ppo.train(small_args(ppo, tmp_path / "run", 1, eval_episodes=5, **flags))
+    assert made == [(7, False, 0), (7, False, 5)] and seeds == [[1, 0], [1, 2**31]]
     assert [first for first, _, _ in calls] == [[True, True], *ends[:-1]] and sum(map(sum, ends[:-1])) >= 3
     assert all(before is after for (_, before, _), (_, _, after) in zip(calls[1:], calls))
 
@@ -222,18 +226,24 @@ def test_the_gradient_of_a_minibatch_is_that_of_the_equations(flags):
     states, past, _ = windows = random_windows(torch.arange(8))
     actions, (log_probs, advantages, returns) = random_actions(8), torch.randn(3, 8)
     log_ratio, losses = ppo.minibatch_gradient(policy, args, *windows, actions, log_probs, advantages, returns)
-    normed, loss, errors = (advantages - advantages.mean()) / (advantages.std() + 1e-8), 0, []
+    normed, errors = (advantages - advantages.mean()) / (advantages.std() + 1e-8), []
     normed = normed if args.norm_adv else advantages
+    terms = dict.fromkeys(["policy_loss", "value_loss", "entropy"], 0)
     for i in range(8):
         noise, value, new_errors = slow(other, states[i, : i + 1], past[i, :i])
         expected = slow_log_prob(other, noise, actions[i]) - log_probs[i]
         torch.testing.assert_close(log_ratio[i], expected.detach().float(), atol=1e-3, rtol=1e-4)
         ratio = expected.exp()
         entropy = (noise.entropy() + SIZE.log()).sum() / (ACT_DIM if args.entropy_mean else 1)
-        loss -= torch.min(ratio * normed[i], ratio.clamp(0.8, 1.2) * normed[i]) / 8
-        loss += (0.7 * (value - returns[i]).square() - 0.3 * entropy) / 8
+        terms["policy_loss"] -= torch.min(ratio * normed[i], ratio.clamp(0.8, 1.2) * normed[i]) / 8
+        terms["value_loss"] += (value - returns[i]).square() / 8
+        terms["entropy"] += entropy / 8
         errors += new_errors
-    (loss + 0.4 * torch.stack(errors).mean()).backward()
+    terms["state_loss"] = torch.stack(errors).mean()
+    for name, term in terms.items():
+        torch.testing.assert_close(losses[f"losses/{name}"], term.detach().float(), atol=1e-3, rtol=1e-3, msg=name)
+    weights = {"policy_loss": 1, "value_loss": 0.7, "entropy": -0.3, "state_loss": 0.4}
+    sum(weights[name] * term for name, term in terms.items()).backward()
     if args.max_grad_norm:
         torch.nn.utils.clip_grad_norm_(other.parameters(), args.max_grad_norm)
     for (name, ours), theirs in zip(policy.named_parameters(), other.parameters()):
