@@ -574,7 +574,8 @@ def test_episodes_in_a_batch_by_environment(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ppo, "collect", collect)
-    for env_id, episodes in (("Reacher-v5", 50), ("Swimmer-v5", 5), ("HalfCheetah-v5", 5), ("Healthy-v0", 20)):
+    fives = [(f"{name}-v5", 5) for name in ("HalfCheetah", "HumanoidStandup", "Swimmer")]
+    for env_id, episodes in [("Reacher-v5", 50), *fives, ("Healthy-v0", 20)]:
         asked.clear()
         flags = {"env_id": f"misbehaving:{env_id}" if env_id == "Healthy-v0" else env_id, "norm_obs": False}
         with pytest.raises(KeyboardInterrupt):

@@ -102,7 +102,8 @@ def test_a_stopped_sweep_goes_on(tmp_path):
 
 
 def test_a_terminated_sweep_stops_its_runs(tmp_path):
-    runs, text = tmp_path / "runs", "trap 'echo stopped; exit 143' TERM; echo begun; for i in $(seq 600); do sleep 0.1; done"
+    runs = tmp_path / "runs"
+    text = "trap 'echo stopped; exit 143' TERM; echo begun; for i in $(seq 600); do sleep 0.1; done"
     process = sweep(runs, "Healthy", 2, PYTHON=quick_python(tmp_path / "bin", text))
     wait_until(lambda: sum("begun" in log.read_text() for log in runs.glob("*.log")) == 2)
     process.terminate()  # benchmark.sh alone, not its group
