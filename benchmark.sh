@@ -171,8 +171,9 @@ suite() {
       ;;
     h1hand)
       local flagship=${here}ppo_interleaved_gru_beta.py
-      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 5000000
-      sweep "$flagship" h1hand-walk-v0 1 --total-timesteps 6000000
+      sweep "$flagship" "h1hand-sit_hard-v0 h1hand-bookshelf_simple-v0 h1hand-truck-v0" 1 --total-timesteps 5000000 \
+        --compile
+      sweep "$flagship" h1hand-walk-v0 1 --total-timesteps 6000000 --compile
       ;;
     interleaved-lambda) # humanoid-4m and h1 with a smaller lambda, and most without an end of stalled episodes
       local flagship=${here}ppo_interleaved_gru_beta.py budget=(--compile --gae-lambda 0.9 --total-timesteps)
