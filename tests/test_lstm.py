@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import pytest
 import torch
@@ -731,6 +732,24 @@ def test_a_servos_gain_is_scaled_as_a_whole():
     model = env.unwrapped.model
     assert (model.actuator_gainprm[:, 0] == -model.actuator_biasprm[:, 1]).all()
     assert len(set(model.actuator_gainprm[:, 0])) == 3
+
+
+def test_a_pair_of_geoms_draws_one_friction():
+    class Ball(gym.Env):
+        model = mujoco.MjModel.from_xml_string("""<mujoco>
+            <worldbody><geom name="a" size="1"/><body><freejoint/><geom name="b" size="1"/></body></worldbody>
+            <contact><pair geom1="a" geom2="b" friction="0.8 0.4 0.2 0.1 0.1"/></contact></mujoco>""")
+
+        def reset(self, **_):
+            return 0, {}
+
+    env, drawn = ppo.RandomisedDynamics(Ball()), []
+    for _ in range(9):
+        env.reset()
+        factors = env.unwrapped.model.pair_friction[0] / [0.8, 0.4, 0.2, 0.1, 0.1]
+        np.testing.assert_allclose(factors, factors[0])
+        drawn.append(factors[0])
+    assert 0.7 <= min(drawn) < 0.95 and 1.05 < max(drawn) <= 1.3
 
 
 def test_randomised_dynamics_do_not_depend_on_the_number_of_workers():
