@@ -901,11 +901,11 @@ class SubprocVecEnv(AbstractContextManager):
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, KLs, gammas, lambdas: >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
-        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
+        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "_kl", "gamma", "lambda"))
         if limited and value is not None and not low <= value <= high:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     size = args.num_envs * args.num_steps

@@ -22,15 +22,16 @@ update, so that an iteration moves the policy by about kl_targ:
     KL < kl_targ / 2:  beta /= 1.5 (down to 1/35);  if it is now under 1/30, learning rate *= 1.5 (while below tenfold)
 
 Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code (the post prints the hinge with KL and
-kl_targ exchanged). --preset post, the default, is that post: else as the base, ppo_mlp_gaussian.py, but
+kl_targ exchanged). --preset post, the default, is that post. It is the base, ppo_mlp_gaussian.py, but for these:
 
     episodes       A batch is the first N episodes to begin, each played to its end. Who has none left rests.
     time limits    are ends, worth 0 from there on (--bootstrap-time-limit: V). The time is a part of the observation.
     observations   are scaled without a limit, by statistics that begin with five episodes, not trained on nor counted.
     rewards        are multiplied by 1 - gamma, for a gamma below 0.999, unless --norm-reward divides them.
     V              is fitted after the policy, to Monte-Carlo returns, on this batch and the one before.
-    networks       are sized from the task, and the variance learns faster.
+    networks       are sized from the task and begin as in the post; the deviation begins at 0.61 and learns faster.
     steps          have a learning rate that time does not lower, and no limit on the gradient's norm or V's change.
+                   Adam's epsilon is 1e-8.
 
 As in the base, and unlike in the post, environments get clipped actions: control costs are those of clipped actions.
 As in the base, statistics change after an update only, advantages are normalised in each minibatch, log pi_old is
@@ -117,7 +118,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss (paper; the post fits V by itself)
     objective: str = "kl-adaptive"  # surrogate objective: clip, none (the plain ratio), kl-fixed or kl-adaptive
-    beta: float = 1.0  # weight of the KL penalty; with kl-adaptive the first, and its resumes keep the adapted one
+    beta: float = 1.0  # weight of the KL penalty; with kl-adaptive the first: a resume that changes it adapts anew
     kl_targ: float = 0.003  # the KL that an iteration shall move the policy by, in nats (Table 1: 0.003, 0.01, 0.03)
 
     # The 37 details (Huang et al. 2022)
@@ -159,8 +160,8 @@ def check_flags(args):
     for name, choices in {"preset": PRESETS, "objective": ("clip", "none", "kl-fixed", "kl-adaptive")}.items():
         if getattr(args, name) not in choices:
             raise SystemExit(f"--{name} {getattr(args, name)}: must be one of {', '.join(choices)}")
-    for name, low in {"kl_targ": 0, "kl_stop": 0, "episodes_per_batch": 1}.items():
-        if getattr(args, name) is not None and getattr(args, name) <= low:
+    for name, low in {"kl_targ": 0, "kl_stop": 0, "beta": 0, "episodes_per_batch": 1}.items():
+        if getattr(args, name) is not None and not getattr(args, name) > low:
             raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above {low}")
 
 
@@ -289,8 +290,8 @@ class Agent(nn.Module):
             self.obs_norm = PostNorm(obs_dim) if args.norm_obs else nn.Identity()
             self.actor = sized_mlp(obs_dim, 10 * act_dim, act_dim)
             self.critic = sized_mlp(obs_dim, 5, 1)
-            # log variance = -1 + the sum of these copies, 0 at first. Adam moves each by a whole step, and so their sum
-            # by as many; the number is the author's rule.
+            # log variance = -1 + the sum of these copies, each 0 at first. Adam moves each by a whole step, so n copies
+            # move it n times as far; n is the author's.
             copies, self.log_std_start, self.log_std_scale = 100 * act_dim // 48, -0.5, 0.5
         else:
             self.obs_norm = RunningNorm(obs_dim) if args.norm_obs else nn.Identity()
@@ -530,8 +531,8 @@ def train(args: Args) -> dict:
         last_batch = torch.zeros(0, envs.obs.shape[1]), torch.zeros(0)
         carried = {"beta": args.beta, "lr_multiplier": 1.0, "batch": last_batch}
         to_save = SimpleNamespace(state_dict=carried.copy, load_state_dict=carried.update)
-        if not run.old_args["objective"] == args.objective == "kl-adaptive":  # what has adapted is of no use any more
-            run.checkpoint.get("carried", {}).update(beta=args.beta, lr_multiplier=1.0)
+        if not run.old_args["objective"] == args.objective == "kl-adaptive" or args.beta != run.old_args["beta"]:
+            run.checkpoint.get("carried", {}).update(beta=args.beta, lr_multiplier=1.0)  # they adapt anew
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm, carried=to_save)
 
         def draw(obs):
@@ -798,11 +799,11 @@ class SubprocVecEnv(AbstractContextManager):
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, KLs, gammas, lambdas: >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
-        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
+        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "_kl", "gamma", "lambda"))
         if limited and value is not None and not low <= value <= high:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     size = args.num_envs * args.num_steps

@@ -33,7 +33,7 @@ epochs of minibatch gradient steps on
 That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is chosen here as follows:
 
     minibatches    hold all steps of some environments, split into sequences where an episode begins. An episode that
-                   goes on from the rollout before starts with its state there, through which no gradient flows.
+                   goes on from the rollout before starts with the state it had then; no gradient flows back there.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     time limits    bootstrap from the value of the last observation, with the recurrent state of that moment.
     log pi_old     and V_old are those of the rollout, which computes them anyway.
@@ -890,11 +890,11 @@ class SubprocVecEnv(AbstractContextManager):
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, KLs, gammas, lambdas: >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
-        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
+        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "_kl", "gamma", "lambda"))
         if limited and value is not None and not low <= value <= high:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     size = args.num_envs * args.num_steps

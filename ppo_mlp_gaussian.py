@@ -26,8 +26,8 @@ That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is cho
     time limits    An episode cut by one is worth V(its last observation) from there on, a terminal state 0.
     episodes       go on from batch to batch. Those of one fixed length all end in the same step; random first lengths
                    made no difference on HalfCheetah.
-    statistics     Observations are normalised by their running mean and deviation, rewards divided by that of the
-                   discounted return. These change after an update only, so the first iteration has 0 and 1.
+    statistics     Observations are normalised by their running mean and deviation, rewards divided by the
+                   discounted return's deviation. They change after an update only; the first iteration has 0 and 1.
     advantages     are normalised in each minibatch, in L_policy, not in L_value (--norm-adv).
     actions        are drawn and scored without bounds; the environment gets them clipped.
     log pi_old     is computed in one pass after the rollout, whose networks have not changed.
@@ -35,8 +35,8 @@ That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is cho
 
 Sources: "The 37 Implementation Details of PPO" (Huang et al. 2022); the course report "Proximal Policy Optimization"
          (Vincent, Violante, Sert, Masquil; MVA 2022).
-Result:  HalfCheetah-v5, 1 M steps: mean return of the last 100 episodes 2300 over 10 seeds, seven near 1700, on their
-         backs; with --gamma 0.98 --gae-lambda 0.92 --fixed-std 0.15 --no-clip-vloss 5227, all ten above 3900.
+Result:  HalfCheetah-v5, 1 M steps: mean return of the last 100 episodes, over 10 seeds: 2300, as seven run on their
+         backs, near 1700; with --gamma 0.98 --gae-lambda 0.92 --fixed-std 0.15 --no-clip-vloss 5227, each above 3900.
 
 Run:     python ppo_mlp_gaussian.py --env-id HalfCheetah-v5
 Resume:  python ppo_mlp_gaussian.py --resume runs/HalfCheetah-v5__ppo_mlp_gaussian__1__1700000000
@@ -619,11 +619,11 @@ class SubprocVecEnv(AbstractContextManager):
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, KLs, gammas, lambdas: >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
-        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
+        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "_kl", "gamma", "lambda"))
         if limited and value is not None and not low <= value <= high:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     size = args.num_envs * args.num_steps

@@ -408,8 +408,8 @@ def train(args: Args) -> dict:
         if getattr(args, name) not in choices:
             raise SystemExit(f"--{name} {getattr(args, name)}: must be one of {', '.join(choices)}")
     support = f"--support-min {args.support_min} --support-max {args.support_max}"
-    if args.support_min >= args.support_max or args.support_atoms < 2:
-        raise SystemExit(f"{support} --support-atoms {args.support_atoms}: must be in order, with 2 atoms or more")
+    if not -np.inf < args.support_min < args.support_max < np.inf or args.support_atoms < 2:
+        raise SystemExit(f"{support} --support-atoms {args.support_atoms}: must be finite, in order, 2 atoms or more")
     make, num_envs = partial(make_env, args.env_id), args.num_envs if args.total_timesteps else 1
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
         device = run.device
@@ -686,11 +686,11 @@ class SubprocVecEnv(AbstractContextManager):
 
 
 def check_args(args):
-    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, gammas, lambdas are >= 0."""
+    """Ends with one line where a value makes no sense. Ints, rates, coefficients, norms, KLs, gammas, lambdas: >= 0."""
     for name, value in vars(args).items():
         low = 1 if name in ("num_envs", "num_steps", "num_minibatches", "update_epochs") else 0
         high = 2**64 - 1 if name == "seed" else 1 if name.endswith(("gamma", "lambda")) else np.inf
-        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "gamma", "lambda"))
+        limited = isinstance(value, int) or name.endswith(("_rate", "_coef", "_norm", "_kl", "gamma", "lambda"))
         if limited and value is not None and not low <= value <= high:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     size = args.num_envs * args.num_steps

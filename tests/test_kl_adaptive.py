@@ -203,7 +203,7 @@ def test_only_the_paper_updates_both_functions_at_once(preset):
 
 
 @pytest.mark.parametrize("objective", ["kl-fixed", "kl-adaptive"])
-def test_a_fixed_beta_stays_until_another_is_given(objective, tmp_path, monkeypatch):
+def test_a_beta_goes_on_until_another_is_given(objective, tmp_path, monkeypatch):
     directory, betas, real = tmp_path / "run", [], ppo.update
     monkeypatch.setattr(ppo, "update", lambda *inputs: betas.append(inputs[4].item()) or real(*inputs))
     ppo.train(small_args(directory, objective=objective, beta=3.0, kl_targ=1e-9, kl_stop=None, total_timesteps=150))
@@ -211,8 +211,8 @@ def test_a_fixed_beta_stays_until_another_is_given(objective, tmp_path, monkeypa
     assert first > 1 and carried["beta"] == (3.0 if objective == "kl-fixed" else pytest.approx(3 * 1.5**first))
     assert carried["lr_multiplier"] == 1
     ppo.train(resume(ppo, directory, beta=7.0, total_timesteps=load(directory)["global_step"] + 1))
-    fixed = [3.0] * first + [7.0]
-    assert betas == pytest.approx(fixed if objective == "kl-fixed" else [3 * 1.5**i for i in range(first + 1)])
+    grows = 1.0 if objective == "kl-fixed" else 1.5
+    assert betas == pytest.approx([*(3 * grows**i for i in range(first)), 7.0])
     assert [beta for _, beta in points(directory)["losses/beta"]] == pytest.approx(betas)
     if objective == "kl-fixed":  # nothing has adapted yet: the adaptive one begins with what is given
         steps = load(directory)["global_step"]
@@ -222,7 +222,9 @@ def test_a_fixed_beta_stays_until_another_is_given(objective, tmp_path, monkeypa
             ppo.train(changed)
         ppo.train(resume(ppo, directory))
         ppo.train(resume(ppo, directory, beta=5.0, total_timesteps=load(directory)["global_step"] + 1))
-        assert betas[first + 1 :] == pytest.approx([9.0, 9.0 * 1.5])
+        assert betas[first + 1 :] == pytest.approx([9.0, 5.0])
+    ppo.train(resume(ppo, directory, total_timesteps=load(directory)["global_step"] + 1))
+    assert betas[-1] == pytest.approx(5 * 1.5 if objective == "kl-fixed" else 7 * 1.5)
 
 
 def test_whole_episodes_may_overrun_any_budget(tmp_path):
@@ -525,6 +527,7 @@ def test_preset_sets_defaults_that_flags_override(monkeypatch):
     [
         {"preset": "past"}, {"objective": "kl"}, {"episodes_per_batch": 1}, {"kl_targ": 0.0}, {"kl_stop": 0.0},
         {"num_steps": -1}, {"num_minibatches": 0}, {"num_envs": 0}, {"total_timesteps": -1},
+        {"kl_targ": np.nan}, {"beta": 0.0},
     ],
     ids=str,
 )  # fmt: skip

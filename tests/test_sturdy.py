@@ -883,7 +883,8 @@ IMPOSSIBLE = {  # a flag, a value, and more words of the line that names both
         checkpoint_interval -1 | eval_episodes -1 | seed 18446744073709551616 | fixed_std 0.0 bounds
         num_minibatches 3 64 equal parts | num_minibatches 64 2 or more | num_minibatches 128 | total_timesteps 63 64
         total_timesteps -1 | total_timesteps 0 --resume | capture_video True --eval-episodes | gamma 1.5 from 0 to 1
-        gae_lambda nan from 0 to 1 | learning_rate -1.0 from 0 | clip_coef -0.1 | max_grad_norm -0.5""",
+        gae_lambda nan from 0 to 1 | learning_rate -1.0 from 0 | clip_coef -0.1 | max_grad_norm -0.5
+        target_kl -1.0 from 0 | target_kl nan from 0""",
     "adaptive": "value_learning_rate -1.0 | num_minibatches 3 64 equal parts",
     "flagship": """
         num_envs 0 | window 0 | hidden_size 0 | init_std 0.6 | init_std 0.0 | reward_scale 0.0
@@ -891,7 +892,7 @@ IMPOSSIBLE = {  # a flag, a value, and more words of the line that names both
     "comb": "num_teeth 1 | density quadratic linear as-coded",
     "value-first": """
         order policy-first joint, phases, value-first | critic vector scalar, support | support_atoms 1
-        support_min 110.0 --support-max 110.0""",
+        support_min 110.0 --support-max 110.0 | support_min -inf finite | support_max inf finite""",
 }
 
 
@@ -901,7 +902,7 @@ IMPOSSIBLE = {  # a flag, a value, and more words of the line that names both
 def test_impossible_sizes_are_named(tmp_path, name, line):
     (flag, value, *words), module = line.split(), SCRIPTS[name]
     kind = type(getattr(module.Args(), flag))
-    args = small_args(module, tmp_path / "run", **{flag: value if kind is str else eval(value, {"nan": np.nan})})
+    args = small_args(module, tmp_path / "run", **{flag: value if kind is str else eval(value, {**vars(np)})})
     shown = [f"--{flag.replace('_', '-')}", *([] if value == "True" else [value])]
     assert_words(one_line(module.train, args), *shown, *words)
     assert not (tmp_path / "run").exists()
