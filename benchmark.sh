@@ -305,7 +305,7 @@ run_here() {
     sed -n 's/^GPU \([0-9]*\):.*/\1/p' | tr '\n' ,)}"
   ((${#gpus[@]})) || gpus=("")
   read -r quota period 2>/dev/null </sys/fs/cgroup/cpu.max || quota=max # a container's share of the cores
-  if [[ $quota == max ]]; then quota=${#cores[@]} period=1; fi
+  if [[ $quota == max ]] || ((quota > ${#cores[@]} * period)); then quota=${#cores[@]} period=1; fi
   workers=${workers:-$((quota < period ? 1 : quota / period))}
   if ((workers > ${#todo[@]})); then workers=${#todo[@]}; fi # fewer runs have more cores each
   stopped=0
@@ -345,7 +345,7 @@ run_on_slurm() {
     declare -f die state command_of become reason run_task
     echo "set -euo pipefail; run_task"
   } | sbatch --requeue --open-mode=append --signal=B:USR1@120 --job-name="$what" \
-    --array="$(IFS=, && echo "${todo[*]}")${workers:+%$workers}" --output="$runs/slurm-%A_%a.log" "${slurm[@]}"
+    --array="$(IFS=, && echo "${todo[*]}")${workers:+%$workers}" --output="$runs/slurm-%A_%a.log" "${slurm[@]}" || die "sbatch took no job"
 }
 
 # One task of that array: the run, until it ends, or Slurm wants the machine back: then it is queued again and resumes.
@@ -370,12 +370,14 @@ run_task() {
 }
 
 ids=() number_of_seeds="" given=() runs=runs workers="" launcher=local slurm=() dry_run="" keep=""
-if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit; fi
+if (($# == 0)) || [[ $1 == -h || " $* " == *" --help "* ]]; then sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit; fi
 what=$1
 shift
 while (($#)); do
+  if [[ $1 == --?*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
   case $1 in
     --env-ids)
+      [[ -n ${2:-} && $2 != --* ]] || die "--env-ids names no environment"
       while (($# > 1)) && [[ $2 != --* ]]; do
         if [[ " ${ids[*]} " != *" $2 "* ]]; then ids+=("$2"); fi
         shift
@@ -438,13 +440,15 @@ done
 if [[ -n $dry_run ]]; then exit; fi
 if [[ -n $keep ]]; then
   kept=()
-  for run in "${directories[@]}"; do if [[ -d $run ]]; then kept+=("$run"); fi; done
-  ((${#kept[@]})) || die "$what has no run in $runs yet"
+  for i in "${!directories[@]}"; do
+    case $(state "$i") in finished | diverged) kept+=("${directories[i]}") ;; esac
+  done
+  ((${#kept[@]})) || die "no run of $what in $runs has ended yet"
   echo "keeping ${#kept[@]} of the ${#directories[@]} runs of $what; of the others the table has those of results/runs/$what"
   "$python" "${here}plot_runs.py" "${kept[@]}" --keep "${here}results/runs/$what"
   "$python" "${here}plot_runs.py" "${here}results/runs/$what" --out "${here}results/figures/$what.png"
   exit
 fi
 if ((!${#todo[@]})); then echo "all ${#directories[@]} runs have ended: $finished finished, $diverged diverged" && exit; fi
-mkdir -p "$runs"
+mkdir -p "$runs" 2>/dev/null || die "--runs $runs can't be made"
 if [[ $launcher == slurm ]]; then run_on_slurm; else run_here; fi

@@ -166,10 +166,10 @@ def check_settings(args):
     for name, right, rule in (
         ("preset", args.preset in PRESETS, f"one of {', '.join(PRESETS)}"),
         ("beta_head", args.beta_head in ("mode", "alpha"), "one of mode, alpha"),
-        ("init_std", 0 < args.init_std < 0.57, "above 0 and below 0.57, that of uniform actions"),
+        ("init_std", 1e-6 <= args.init_std < 0.57, "from 1e-6 on and below 0.57, that of uniform actions"),
         ("window", args.window > 0, "1 or more"),
         ("hidden_size", args.hidden_size > 0, "1 or more"),
-        ("reward_scale", args.reward_scale > 0, "above 0"),
+        ("reward_scale", 0 < args.reward_scale < np.inf, "above 0 and finite"),
     ):
         if not right:
             raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be {rule}")
@@ -526,6 +526,8 @@ def train(args: Args) -> dict:
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
         return_norm = RunningNorm(()).to(device)
+        if run.old_args["preset"] != args.preset:
+            raise SystemExit(f"--preset {args.preset}: a resume keeps the run's flags; give those that shall change")
         run.begin(envs, model=agent, optimizer=optimizer, return_norm=return_norm)
         discount = partial(np.interp, xp=[0, args.total_timesteps / 2], fp=[args.init_gamma, args.gamma])
         if run.changed and args.total_timesteps:

@@ -97,11 +97,15 @@ def score(runs, random_score=random_score):
         found = {env_id: {} for env_id in environments}
         for run in runs:
             if run.args["objective"] == objective and (not flag or run.args[flag] == value):
+                if run.seed in found[run.env_id]:
+                    raise SystemExit(f"{run.directory}: a second run of {name}; name the folder of one suite's runs")
                 found[run.env_id][run.seed] = run.training
         if all(found.values()):
             returns[name, published] = found
         else:
             print(f"{name} is left out: not every environment has a run", file=sys.stderr)
+    if not returns:
+        raise SystemExit("no row has a run in every environment")
     means = {row: {e: np.mean(list(x.values())) for e, x in found.items()} for row, found in returns.items()}
     low = {env_id: random_score(env_id) for env_id in environments}
     high = {env_id: max(mean[env_id] for mean in means.values()) for env_id in environments}

@@ -631,6 +631,10 @@ def test_objectives_are_scored_as_the_paper_does(kl_tables, tmp_path):
         ["clip, clip_coef 0.2", "0.82", "0.75", "0.70", "100", "3.00"],
         ["random actions", "0", "0", "", "0.00", "1.00"],
     ]
+    with pytest.raises(SystemExit, match="a second run of clip, clip_coef 0.2"):
+        kl_tables.score([*runs, fake_run("A-v5", 1, 0, gamma=0.9, **clip)], {}.get)
+    with pytest.raises(SystemExit, match="no row has a run in every environment"):
+        kl_tables.score([runs[0], runs[-1]], {}.get)
     kl_tables.draw(rows, tmp_path / "scores.svg")
     assert "clip, clip_coef 0.2" in (tmp_path / "scores.svg").read_text()
 

@@ -887,7 +887,7 @@ IMPOSSIBLE = {  # a flag, a value, and more words of the line that names both
         target_kl -1.0 from 0 | target_kl nan from 0""",
     "adaptive": "value_learning_rate -1.0 | num_minibatches 3 64 equal parts",
     "flagship": """
-        num_envs 0 | window 0 | hidden_size 0 | init_std 0.6 | init_std 0.0 | reward_scale 0.0
+        num_envs 0 | window 0 | hidden_size 0 | init_std 0.6 | init_std 1e-07 | reward_scale 0.0 | reward_scale inf
         init_gamma 1.5 from 0 to 1 | beta_head beta mode, alpha | preset Paper default, paper""",
     "comb": "num_teeth 1 | density quadratic linear as-coded",
     "value-first": """

@@ -296,6 +296,9 @@ def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--no-cuda", "--num_envs=1", "--cuda"], "twice"),
         ([str(ROOT / "ppo_mlp_gaussian.py"), "--env-ids", "X", "--", "--num_envs=1", "--num-envs", "1"], "twice"),
         (["base", "--seeds", "1"], "a suite has its own"),
+        (["base", "--seeds=1"], "a suite has its own"),
+        (["base", "--env-ids"], "--env-ids names no environment"),
+        (["base", "--runs", "/dev/null/runs"], "--runs /dev/null/runs can't be made"),
         (["base", "--runs", ""], "--runs needs a value"),
         (["base", "--runs", "--dry-run"], "--runs needs a value"),
         (["base", "--launcher", "pbs"], "local or slurm"),
@@ -377,6 +380,9 @@ def test_keep_copies_the_suites_runs_and_draws_them(tmp_path):
     printed = subprocess.check_output([*command, "--dry-run"], cwd=tmp_path, env=more, text=True)
     run = re.search(r"--run-dir (\S+)", printed)[1]
     (tmp_path / run).mkdir(parents=True)
+    done = subprocess.run([*command, "--keep"], cwd=tmp_path, env=more, capture_output=True, text=True)
+    assert done.returncode == 2 and "no run of humanoid-4m in runs has ended" in done.stderr
+    (tmp_path / run / "result.json").write_text('{"status": "finished"}')
     subprocess.run([*command, "--keep"], cwd=tmp_path, env=more, check=True)
     assert (tmp_path / "called").read_text().splitlines() == [
         f"plot_runs.py {run} --keep results/runs/humanoid-4m",

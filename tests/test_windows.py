@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import small_args
+from conftest import resume_args, small_args
 
 import ppo_interleaved_gru_beta as ppo
 
@@ -289,6 +289,13 @@ def test_presets_are_defaults_that_flags_override(monkeypatch):
     assert parse("--preset", "paper", "--gamma", "0.9") == ppo.Args(**ppo.PRESETS["paper"] | {"gamma": 0.9})
     with pytest.raises(SystemExit, match="--preset Paper: must be one of default, paper"):
         ppo.train(parse("--preset", "Paper"))
+
+
+def test_a_resume_refuses_another_preset(tmp_path):
+    """It keeps the run's flags, so the record would be wrong."""
+    ppo.train(small_args(ppo, tmp_path / "run"))
+    with pytest.raises(SystemExit, match="--preset paper: a resume keeps the run's flags"):
+        ppo.train(resume_args(ppo, tmp_path / "run", preset="paper", total_timesteps=4 * 64))
 
 
 class Paying(gym.Env):
