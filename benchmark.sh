@@ -345,7 +345,8 @@ run_on_slurm() {
     declare -f die state command_of become reason run_task
     echo "set -euo pipefail; run_task"
   } | sbatch --requeue --open-mode=append --signal=B:USR1@120 --job-name="$what" \
-    --array="$(IFS=, && echo "${todo[*]}")${workers:+%$workers}" --output="$runs/slurm-%A_%a.log" "${slurm[@]}" || die "sbatch took no job"
+    --array="$(IFS=, && echo "${todo[*]}")${workers:+%$workers}" --output="$runs/slurm-%A_%a.log" "${slurm[@]}" ||
+    die "sbatch took no job"
 }
 
 # One task of that array: the run, until it ends, or Slurm wants the machine back: then it is queued again and resumes.
