@@ -143,7 +143,7 @@ class Args:
     beta_head: str = "mode"  # what the network gives: the Beta's mode, or, as in the paper, alpha and beta
     init_std: float = 0.15  # noise of the first actions, as if their bounds were -1 and 1
     pose_actions: bool = True  # HumanoidBench: actions in radians from the robot's first pose, at most 1
-    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps with |reward| < 0.01; 0: don't
+    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps without reward or lying; 0: don't
 
 
 PRESETS = {  # what --preset puts in place of the defaults above
@@ -207,20 +207,21 @@ class PoseActions(gym.ActionWrapper):
 
 
 class EndStalled(gym.Wrapper):
-    """Truncates an episode that has earned something, after `stall_steps` steps in a row with |reward| < 0.01."""
+    """Truncates an episode after `stall_steps` steps in a row in which the robot lies or earns nothing."""
 
     def __init__(self, env, stall_steps):
         super().__init__(env)
         self.stall_steps = stall_steps
 
     def reset(self, **kwargs):
-        self.unpaid = -np.inf  # until there is a reward: a robot that hangs on a bar earns its first late
+        self.stalled = -np.inf  # until there is a reward: a robot that hangs on a bar earns its first late
         return self.env.reset(**kwargs)
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self.unpaid = self.unpaid + 1 if abs(reward) < 0.01 else 0
-        return obs, reward, terminated, truncated or self.unpaid >= self.stall_steps, info
+        lies = self.unwrapped.robot.head_height() < 0.5  # m; truck and reach pay for it, and go on
+        self.stalled = self.stalled + 1 if lies or abs(reward) < 0.01 else 0
+        return obs, reward, terminated, truncated or self.stalled >= self.stall_steps, info
 
 
 def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):
