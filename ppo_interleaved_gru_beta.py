@@ -31,10 +31,10 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the mode       is an output, where the paper has alpha and beta. At the first noise, Beta(22, 22), a unit of output
                    moves the mean by 3 standard deviations; a unit of alpha, or of beta, by 0.15.
     the noise      is small from the start, and its c does not depend on the state.
-    the discount   rises over the run's first half: a short horizon learns to walk soon, a long one not to fall.
+    the discount   rises over the run's first half: a short horizon seemed to walk sooner, a long one to fall less.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise pitches a hip four times as far as an ankle.
-                   In training an episode ends, as by a time limit, where a robot lies there and earns nothing.
+                   In training an episode ends, as by a time limit, where a robot lies there.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
     all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after an update only (the
@@ -143,7 +143,7 @@ class Args:
     beta_head: str = "mode"  # what the network gives: the Beta's mode, or, as in the paper, alpha and beta
     init_std: float = 0.15  # noise of the first actions, as if their bounds were -1 and 1
     pose_actions: bool = True  # HumanoidBench: actions in radians from the robot's first pose, at most 1
-    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps without reward or lying; 0: don't
+    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps of lying; 0: don't
 
 
 PRESETS = {  # what --preset puts in place of the defaults above
@@ -198,30 +198,29 @@ class PoseActions(gym.ActionWrapper):
 
     def __init__(self, env):
         super().__init__(env)
-        robot = env.unwrapped
-        robot.set_state(robot.model.key_qpos[robot.keyframe], robot.init_qvel)
-        self.pose, self.low, self.high = robot.data.actuator_length.copy(), robot.action_low, robot.action_high
+        task = env.unwrapped
+        task.set_state(task.model.key_qpos[task.keyframe], task.init_qvel)
+        self.pose, self.low, self.high = task.data.actuator_length.copy(), task.action_low, task.action_high
 
     def action(self, action):
         return np.clip(2 * (self.pose + action - self.low) / (self.high - self.low) - 1, -1, 1)
 
 
 class EndStalled(gym.Wrapper):
-    """Truncates an episode after `stall_steps` steps in a row in which the robot lies or earns nothing."""
+    """Truncates an episode after `stall_steps` steps in a row in which the robot lies: its head is below 0.3 m."""
 
     def __init__(self, env, stall_steps):
         super().__init__(env)
         self.stall_steps = stall_steps
 
     def reset(self, **kwargs):
-        self.stalled = -np.inf  # until there is a reward: a robot that hangs on a bar earns its first late
+        self.lying = 0
         return self.env.reset(**kwargs)
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        lies = self.unwrapped.robot.head_height() < 0.5  # m; truck and reach pay for it, and go on
-        self.stalled = self.stalled + 1 if lies or abs(reward) < 0.01 else 0
-        return obs, reward, terminated, truncated or self.stalled >= self.stall_steps, info
+        self.lying = self.lying + 1 if self.unwrapped.robot.head_height() < 0.3 else 0
+        return obs, reward, terminated, truncated or self.lying >= self.stall_steps, info
 
 
 def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):

@@ -69,22 +69,23 @@ def test_torques_and_without_the_flag_positions_stay_as_they_are(env_id, pose_ac
     np.testing.assert_allclose(env.unwrapped.data.ctrl, env.unwrapped.model.actuator_ctrlrange.mean(1), atol=1e-6)
 
 
-@pytest.mark.parametrize("env_id, height, low, high", [("h1hand-walk-v0", 0.3, 0, 0.01), ("h1-truck-v0", 0.1, 0.5, 1)])
+@pytest.mark.parametrize("env_id", ["h1-truck-v0", "g1-crawl-v0"])
 @pytest.mark.parametrize("stall_steps", [0, 20])
-def test_a_robot_that_lies_there_is_reset_in_training(stall_steps, env_id, height, low, high):
-    """On its hands it earns nothing; on the ground before the truck it does. No episode ends by itself."""
+def test_a_robot_that_lies_there_is_reset_in_training(stall_steps, env_id):
+    """These tasks pay for it, and don't end."""
     env = ppo.make_env(env_id, stall_steps=stall_steps)
     env.reset(seed=1)
-    _, reward, *_ = env.step(np.zeros(env.action_space.shape, np.float32))
-    assert reward > 0.1  # it stands, at first
-    robot, n, ends = env.unwrapped, 0, (False, False)
+    task, n, ends = env.unwrapped, 0, (False, False)
+    for _ in range(30):  # it stands
+        task.set_state(task.init_qpos, task.init_qvel)
+        assert not any(env.step(np.zeros(env.action_space.shape, np.float32))[2:4])
     while not any(ends) and n < 30:
-        pose = robot.data.qpos.copy()
-        pose[2:7] = height, 0.7, 0, 0.7, 0  # lying, face down
-        robot.set_state(pose, 0 * robot.data.qvel)
+        pose = task.data.qpos.copy()
+        pose[2:7] = 0.1, 0.7, 0, 0.7, 0  # lying, face down
+        task.set_state(pose, 0 * task.data.qvel)
         _, reward, *ends, _ = env.step(np.zeros(env.action_space.shape, np.float32))
         n += 1
-        assert low <= reward < high
+        assert reward > 0.1
     assert (n, ends) == ((20, [False, True]) if stall_steps else (30, [False, False]))
 
 

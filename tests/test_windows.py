@@ -300,12 +300,12 @@ def test_a_resume_refuses_another_preset(tmp_path):
 
 
 class Paying(gym.Env):
-    """Pays what it is told to, and terminates after the last. Its robot lies where it is paid exactly 2."""
+    """Pays what it is told to, and terminates after the last. Its robot lies where it earns nothing."""
 
     observation_space, action_space = OBSERVATIONS, ACTIONS
 
     def __init__(self, rewards=(0.5, 1, 0, 0, 0, 0), control=None):
-        self.rewards, self.robot = rewards, SimpleNamespace(head_height=lambda: 0.49 if self.reward == 2 else 0.5)
+        self.rewards, self.robot = rewards, SimpleNamespace(head_height=lambda: 0.3 if self.reward else 0.29)
 
     def reset(self, *, seed=None, options=None):
         self.left = list(self.rewards)
@@ -344,16 +344,12 @@ def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, stall, mo
 @pytest.mark.parametrize(
     "rewards, length, truncated",
     [
-        ([0.5, 0, 0, 0.009, 0.5, 0.5], 4, True),  # three steps in a row
-        ([0, 0, 0.5, 0, 0, 0.01, 0, 0], 8, False),  # never three, and 0.01 is a reward
-        ([0, 0, 0, 0, 0.5, 0, 0, 0, 0.5], 8, True),  # what it waits for at first is no stall
-        ([0.5, -0.5, -0.5, -0.5, -0.5], 5, False),  # costs are no stall
+        ([0.5, 0, 0, 0, 0.5, 0.5], 4, True),  # three steps in a row
+        ([0, 0, 0.5, 0, 0, 0.5, 0], 7, False),  # never three
         ([0.5, 0, 0, 0], 4, True),  # the last is terminal too
-        ([0.5, 2, 0, 2, 0.5], 4, True),  # lying counts, paid or not
-        ([2, 2, 2, 2, 1, 2, 2, 1], 8, False),  # also at first
     ],
 )
-def test_an_episode_that_lies_or_earns_nothing_is_truncated(rewards, length, truncated):
+def test_an_episode_is_truncated_where_the_robot_lies(rewards, length, truncated):
     env = ppo.EndStalled(Paying(rewards), 3)
     for _ in range(2):  # the count begins anew
         env.reset()
