@@ -515,7 +515,7 @@ def train(args: Args) -> dict:
     num_envs = min(args.num_envs, num_episodes) if args.total_timesteps else 1
     # Where whole episodes are played, a task without a time limit gets that of evaluations, so that they end.
     make = partial(make_env, args.env_id, eval_episodes=int(post or args.num_steps == 0), time_feature=post)
-    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
+    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, run.iteration]) as envs:
         device = run.device
         update_threads = torch.get_num_threads() if post else 1  # the post's whole batches are shared by every core
         torch.set_num_threads(1)  # in the rollout a second thread would spin on a worker's core
@@ -676,7 +676,7 @@ def worker(connection, make_env, seeds, first, memory):
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     rows, generators = np.frombuffer(*memory)[first:], [np.random.default_rng(seed) for seed in seeds]
     view, returns, steps = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
-    env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
+    env_seeds, envs = [int(generator.integers(2**31)) for generator in generators], []
     try:
         for i, generator in enumerate(generators):
             random.seed(env_seeds[i])  # for constructors that draw from the global generators
@@ -864,7 +864,7 @@ class Run(AbstractContextManager):
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: name another, or go on with it by --resume")
         vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
-        self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
+        self.started = time.time() - self.wall_seconds
         was = self.old_args = vars(type(args)()) | self.checkpoint.get("args", vars(args))  # copies may have new flags
         changed = {k: [was[k], v] for k, v in vars(args).items() if was[k] != v and k not in ("resume", "run_dir")}
         self.changed = "; ".join(f"--{k.replace('_', '-')} was {x}, is {y}" for k, (x, y) in changed.items())
@@ -898,9 +898,9 @@ class Run(AbstractContextManager):
                 for name in parts if args.total_timesteps else ["model"]:
                     bounds = {k: v for k, v in parts[name].state_dict().items() if k in ("low", "high")}  # of this env
                     parts[name].load_state_dict(saved[name] | bounds)
-                goes_on = args.total_timesteps and args.seed == self.old_args["seed"]  # another seed draws anew
-                for generator, state in zip(self.generators, saved["rng"] if goes_on else []):
-                    generator.set_state(state)
+                if args.total_timesteps and args.seed == self.old_args["seed"]:  # another seed draws anew
+                    for generator, state in zip(self.generators, saved["rng"]):
+                        generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise SystemExit(f"--resume {args.resume} does not fit; {self.changed} ({one_line(error)})") from None
         self.video_folder = str(self.directory / "videos") if args.capture_video else None

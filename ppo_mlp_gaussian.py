@@ -355,10 +355,9 @@ def train(args: Args) -> dict:
     """Trains, or with --total-timesteps 0 only evaluates. -> what the run's result.json, or eval.json, holds"""
     check_args(args)
     make, num_envs = partial(make_env, args.env_id), args.num_envs if args.total_timesteps else 1
-    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, run.env_seed) as envs:
+    with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, run.iteration]) as envs:
         device = run.device
-        if device.type == "cpu":
-            torch.set_num_threads(1)  # layers of 64 units are too small to share: a second thread slows them down
+        torch.set_num_threads(1)  # layers of 64 units are too small to share: a second thread slows them down
         torch.manual_seed(args.seed)
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
@@ -375,9 +374,8 @@ def train(args: Args) -> dict:
         if args.compile and device.type == "cuda":  # on a CPU a network this small draws faster as it is
             draw = compile_function(draw, device)
 
-        obs_dim, act_dim = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
-        obs, followed = torch.zeros((2, args.num_steps, args.num_envs, obs_dim), device=device)
-        actions = torch.zeros((args.num_steps, args.num_envs, act_dim), device=device)
+        obs, followed = torch.zeros((2, args.num_steps, *envs.obs.shape), device=device)  # [num_steps, num_envs, ...]
+        actions = torch.zeros((args.num_steps, *envs.actions.shape), device=device)  # [num_steps, num_envs, act_dim]
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
         next_obs = envs.reset()  # [num_envs, obs_dim]
 
@@ -496,7 +494,7 @@ def worker(connection, make_env, seeds, first, memory):
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
     rows, generators = np.frombuffer(*memory)[first:], [np.random.default_rng(seed) for seed in seeds]
     view, returns, steps = SimpleNamespace(**{name: rows[name] for name in rows.dtype.names}), {}, {}
-    env_seeds, envs, i = [int(generator.integers(2**31)) for generator in generators], [], 0
+    env_seeds, envs = [int(generator.integers(2**31)) for generator in generators], []
     try:
         for i, generator in enumerate(generators):
             random.seed(env_seeds[i])  # for constructors that draw from the global generators
@@ -684,7 +682,7 @@ class Run(AbstractContextManager):
         if os.path.exists(self.directory / "checkpoint.pt") and not (saved_in and self.directory.samefile(saved_in)):
             raise SystemExit(f"--run-dir {self.directory} holds a run: name another, or go on with it by --resume")
         vars(self).update({name: self.checkpoint.get(name, value) for name, value in self.progress.items()})
-        self.started, self.env_seed = time.time() - self.wall_seconds, [args.seed, self.iteration]
+        self.started = time.time() - self.wall_seconds
         was = self.old_args = vars(type(args)()) | self.checkpoint.get("args", vars(args))  # copies may have new flags
         changed = {k: [was[k], v] for k, v in vars(args).items() if was[k] != v and k not in ("resume", "run_dir")}
         self.changed = "; ".join(f"--{k.replace('_', '-')} was {x}, is {y}" for k, (x, y) in changed.items())
@@ -718,9 +716,9 @@ class Run(AbstractContextManager):
                 for name in parts if args.total_timesteps else ["model"]:
                     bounds = {k: v for k, v in parts[name].state_dict().items() if k in ("low", "high")}  # of this env
                     parts[name].load_state_dict(saved[name] | bounds)
-                goes_on = args.total_timesteps and args.seed == self.old_args["seed"]  # another seed draws anew
-                for generator, state in zip(self.generators, saved["rng"] if goes_on else []):
-                    generator.set_state(state)
+                if args.total_timesteps and args.seed == self.old_args["seed"]:  # another seed draws anew
+                    for generator, state in zip(self.generators, saved["rng"]):
+                        generator.set_state(state)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise SystemExit(f"--resume {args.resume} does not fit; {self.changed} ({one_line(error)})") from None
         self.video_folder = str(self.directory / "videos") if args.capture_video else None

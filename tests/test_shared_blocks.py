@@ -33,9 +33,9 @@ OTHER_DOCSTRINGS = {
     "ppo_lstm_atari.py": {"eval_episodes"},  # a greedy policy is no use in a game: actions are drawn there
 }
 LONGEST = {
-    "ppo_mlp_gaussian.py": 845,
-    "ppo_comb_dist.py": 848,
-    "ppo_value_first.py": 912,
+    "ppo_mlp_gaussian.py": 843,
+    "ppo_comb_dist.py": 846,
+    "ppo_value_first.py": 910,
     "ppo_kl_adaptive.py": 1025,
     "ppo_lstm_atari.py": 1116,
     "ppo_interleaved_gru_beta.py": 1129,
