@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import every
+from conftest import SCRIPTS, recurrent, scripts
 
 BASE, FLAGSHIP, VALUE_FIRST = "ppo_mlp_gaussian", "ppo_interleaved_gru_beta", "ppo_value_first"
 ADAPTIVE, RECURRENT, COMB = "ppo_kl_adaptive", "ppo_lstm_atari", "ppo_comb_dist"
@@ -511,7 +511,7 @@ def test_pose_actions_of_a_stub_robot_are_radians_from_its_first_pose(control, a
     close(env.step(np.zeros(3, np.float32) + np.float32(action))[-1]["got"], np.float64(got))
 
 
-@every
+@scripts(*(module for module in SCRIPTS.values() if module is not recurrent))
 def test_updates_stand_on_one_device(module, tmp_path):
     """Nothing that an update makes is on a device of its own: the check that needs no GPU."""
     gpu_check.check_placement(module, tmp_path / "run")

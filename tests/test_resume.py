@@ -202,12 +202,13 @@ def test_resume_seeds_its_environments_by_seed_and_iteration(module, copied, tmp
 
 
 @every
-def test_same_seed_is_the_same_run_whatever_the_number_of_workers(module, tmp_path):
-    checkpoints, returns = [], []
-    for name, changes in {"1": {}, "2": {}, "3": {}, "other seed": {"seed": 2}}.items():
-        changes |= {"num_workers": int(name)} if name.isdigit() else {}
-        returns.append(module.train(small_args(module, tmp_path / name, 2, eval_episodes=3, **changes))["eval_returns"])
-        checkpoints.append(trained(load(tmp_path / name)))
+def test_same_seed_is_the_same_run_whatever_the_number_of_workers(module, tmp_path, finished):
+    directories = [finished(module)]  # with two workers
+    for changes in {"num_workers": 1}, {"num_workers": 3}, {"seed": 2}:
+        directories.append(tmp_path / str(len(directories)))
+        module.train(small_args(module, directories[-1], eval_episodes=5, **changes))
+    checkpoints = [trained(load(directory)) for directory in directories]
+    returns = [json.loads((directory / "result.json").read_text())["eval_returns"] for directory in directories]
     assert differences(checkpoints[0], checkpoints[1]) == differences(checkpoints[0], checkpoints[2]) == []
     first, other = (torch.cat([x.flatten() for x in checkpoints[i]["model"].values()]) for i in (0, 3))
     assert (first != other).float().mean() > 0.5
@@ -433,7 +434,7 @@ def test_videos_are_of_the_last_evaluation(module, tmp_path, capsys):
     assert (tmp_path / "run/videos" / names[0]).exists()
 
 
-@every
+@few(base)
 def test_signals_are_handled_as_before_after_a_run(module, tmp_path):
     before = [signal.getsignal(x) for x in module.SIGNALS]
     module.train(small_args(module, tmp_path / "run", 1))
@@ -463,12 +464,11 @@ def test_evaluation_alone_writes_one_file_and_repeats_the_returns(module, name, 
     assert len(result["lengths"]) == 5 and all(1 <= length <= 20 for length in result["lengths"])
 
 
-def test_evaluation_alone_as_a_process(copied):
+def test_evaluation_alone_leaves_nothing_where_it_is_started(copied, monkeypatch):
     directory = copied(base)
     before = files(directory)
-    command = [sys.executable, str(TESTS.parent / "ppo_mlp_gaussian.py"), "--resume", str(directory)]
-    command += ["--total-timesteps", "0", "--eval-episodes", "7"]
-    subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(TESTS)}, cwd=directory.parent)
+    monkeypatch.chdir(directory.parent)
+    base.train(resume_args(base, directory, total_timesteps=0, eval_episodes=7))
     after = files(directory)
     assert after == before | {"eval.json": after["eval.json"]}
     assert len(json.loads((directory / "eval.json").read_text())["returns"]) == 7
@@ -476,10 +476,10 @@ def test_evaluation_alone_as_a_process(copied):
 
 
 @every
-def test_evaluation_does_not_change_the_training(module, tmp_path):
-    module.train(small_args(module, tmp_path / "without", eval_episodes=0))
+def test_evaluation_does_not_change_the_training(module, tmp_path, finished):
     module.train(small_args(module, tmp_path / "with", eval_episodes=3, eval_interval=1))
-    assert differences(trained(load(tmp_path / "without")), trained(load(tmp_path / "with"))) == []
+    without = load(finished(module))  # but at the end
+    assert differences(trained(without), trained(load(tmp_path / "with"))) == []
     for name in ("eval/episodic_return", "eval/episodic_length"):
         assert [at for at, _ in points(tmp_path / "with")[name]] == [64, 128, 192]
 
