@@ -147,6 +147,8 @@ def test_a_terminal_shows_how_far_each_run_is(tmp_path):
 
 def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
     runs, budget = tmp_path / "runs", ("--total-timesteps", "128")
+    text = 'echo ran; [ "$2" = --resume ] && { echo "$3/checkpoint.pt: broken"; exit 1; }'
+    python = quick_python(tmp_path / "bin", text)
     code, output = finish(sweep(runs, "Healthy", 2, *budget, options=["--dry-run"]))
     commands = [line.split("  # ") for line in output.splitlines()]
     assert code == 0 and [state for _, state in commands] == ["new", "new"] and not runs.exists()
@@ -154,21 +156,21 @@ def test_failed_runs_are_named_and_tried_again_finished_ones_skipped(tmp_path):
     second.mkdir(parents=True)
     (second / "checkpoint.pt").write_bytes(b"torn")
 
-    code, output = finish(sweep(runs, "Healthy", 2, *budget))
-    assert code == 1 and steps(first) == 128 and not (second / "result.json").exists()
+    code, output = finish(sweep(runs, "Healthy", 2, *budget, PYTHON=python))
+    assert code == 1 and (first / "result.json").exists() and not (second / "result.json").exists()
     command, *reason = output[output.index("\nfailed: ") :].strip().splitlines()
     assert str(second) in command and len(reason) == 1 and "checkpoint.pt" in reason[0]
 
     (second / "checkpoint.pt").unlink()
     (second / "result.json").write_text('{"status": ')  # torn: neither finished nor diverged
     before = (first / "result.json").stat().st_mtime_ns
-    code, output = finish(sweep(runs, "Healthy", 2, *budget))
-    assert code == 0 and steps(second) == 128 and (first / "result.json").stat().st_mtime_ns == before
+    code, output = finish(sweep(runs, "Healthy", 2, *budget, PYTHON=python))
+    assert code == 0 and (first / "result.json").stat().st_mtime_ns == before
     assert "2 runs: 2 finished" in output
 
     # Nothing is left: nothing is started. The order of the flags makes no other run, another flag does.
     logs = [Path(f"{run}.log").read_text() for run in (first, second)]
-    code, output = finish(sweep(runs, "Healthy", 2, *budget))
+    code, output = finish(sweep(runs, "Healthy", 2, *budget, PYTHON=python))
     assert code == 0 and [Path(f"{run}.log").read_text() for run in (first, second)] == logs
     reordered = ["--env-ids", "misbehaving:Healthy-v0", "misbehaving:Healthy-v0", "--dry-run", "--", *budget, *FLAGS]
     code, output = finish(start(runs, str(ROOT / "ppo_mlp_gaussian.py"), *reordered))
@@ -316,14 +318,15 @@ def test_a_wrong_argument_ends_in_one_line(tmp_path, arguments, complaint):
     assert code == 2 and complaint in output and output.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
-def test_slurm_gets_one_array_and_a_task_saves_and_queues_itself_again(tmp_path):
-    """With stand-ins for Slurm's commands that write down how they were called."""
+def test_slurm_gets_one_array_and_a_task_stops_and_queues_itself_again(tmp_path):
+    """With stand-ins for Slurm's commands that write down how they were called, and for Python."""
     runs = tmp_path / "runs"
     program(tmp_path / "bin" / "scontrol", f'printf "%s\\n" "$@" > {tmp_path}/scontrol')
     path = program(tmp_path / "bin" / "sbatch", f'printf "%s\\n" "$@" > {tmp_path}/sbatch; cat > {tmp_path}/batch')
-    flags = ("--total-timesteps", "2000000", "--checkpoint-interval", "1")
+    text = "trap 'echo stopped by SIGTERM; exit 143' TERM; echo 1 steps/s; for i in $(seq 600); do sleep 0.1; done"
+    python = quick_python(tmp_path, text)
     slurm = ["--launcher", "slurm", "--time", "60", "--partition", "low", "--gpus", "1"]
-    code, _ = finish(sweep(runs, "Healthy", 3, *flags, options=slurm, PATH=path))
+    code, _ = finish(sweep(runs, "Healthy", 3, options=slurm, PATH=path, PYTHON=python))
     called = (tmp_path / "sbatch").read_text().splitlines()
     assert code == 0
     expected = {"--requeue", "--open-mode=append", "--signal=B:USR1@120", "--array=0,1,2%2", "--time=60"}
@@ -335,7 +338,8 @@ def test_slurm_gets_one_array_and_a_task_saves_and_queues_itself_again(tmp_path)
     def begin():
         process = subprocess.Popen(
             ["bash", "batch"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, env=environment(PATH=path, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="1"),
+            env=environment(PATH=path, PYTHON=python, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="1"),
+            start_new_session=True,
         )  # fmt: skip
         begun = log().count("steps/s")
         wait_until(lambda: log().count("steps/s") > begun)
