@@ -436,7 +436,7 @@ def train(args: Args) -> dict:
 #   Run                            one run: its directory, curves, checkpoints of whole iterations, and how it ends
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
-RESET, STEP, DONE, MORE = b"r", b"s", b".", b"+"  # to workers, and answers; pickled messages cost a tenth of a step
+RESET, STEP = b"r", b"s"  # commands to workers
 
 
 def one_line(error):
@@ -520,13 +520,10 @@ def worker(connection, make_env, seeds, first, memory):
                     np.random.seed(draw)
                     put(view.obs, i, env.reset(seed=env_seeds[i])[0], "an observation")
                     env_seeds[i], returns[i], steps[i] = None, 0.0, 0
-            os.write(connection.fileno(), MORE if episodes else DONE)
-            if episodes:
-                connection.send(episodes)
+            connection.send(episodes)
     except BaseException as error:
         message = f"environment {first + i} {error if isinstance(error, SystemExit) else 'raised ' + one_line(error)}"
         with suppress(OSError):  # of a parent that is gone
-            os.write(connection.fileno(), MORE)
             connection.send(message if isinstance(error, SystemExit) else traceback.format_exc() + message)
     for env in envs:
         with suppress(Exception):
@@ -594,7 +591,7 @@ class SubprocVecEnv(AbstractContextManager):
                 os.write(connection.fileno(), command)
         for part, connection, process in self.workers:
             try:
-                answer = connection.recv() if os.read(connection.fileno(), 1) != DONE else []  # waits without end
+                answer = connection.recv()  # waits without end
             except (EOFError, OSError):
                 process.join(1)
                 answer = f"the process of environments {part[0]} to {part[-1]} died with exit code {process.exitcode}"
