@@ -1,4 +1,4 @@
-"""HumanoidBench without hands: our returns beside published ones, as a Markdown table.
+"""HumanoidBench without hands, as two Markdown tables: our returns beside published ones, and lambda 0.95 beside 0.9.
 
 python results/h1_table.py results/runs/{h1,interleaved-lambda}   the runs of these suites, full or kept
 """
@@ -14,35 +14,39 @@ from plot_runs import row
 # What the network earns before its first update, greedy: it holds the robot's first pose
 POSE = dict(walk=10, stand=56, run=10, sit_simple=538, sit_hard=5, crawl=292, reach=1155, hurdle=21, pole=493, stair=12)
 POSE |= dict(balance_simple=51, balance_hard=40, maze=126, slide=12)
-LAMBDAS = {0.95: "ours", 0.9: "lambda 0.9"}
 PUBLISHED = ("PPO", 2), ("PPO", 4), ("TD-MPC2", 2), ("FlashSAC", 1)  # after so many million steps
 
 
-def table(paths):
+def ours(runs, task, gae_lambda):
+    """The greedy returns of all seeds, and those in training."""
+    seeds = [run for run in runs if (run.env_id, run.args["gae_lambda"]) == (f"h1-{task}-v0", gae_lambda)]
+    if len(variants := {run.variant for run in seeds}) > 1:
+        raise SystemExit(f"h1-{task}-v0, lambda {gae_lambda}: {len(variants)} variants; name the suites' folders")
+    return [", ".join(f"{getattr(run, kind):.0f}" for run in seeds) or "-" for kind in ("evaluation", "training")]
+
+
+def tables(paths):
     references = json.loads((Path(__file__).parent / "references.json").read_text())
     runs = [run for run in plot_runs.find_runs(paths) if run.status == "finished" and run.env_id.startswith("h1-")]
     plot_runs.name_variants(runs)  # and sorts them by seed
     names = [f"{method}, {millions} M" for method, millions in PUBLISHED]
-    kinds = [f"{name}, {kind}" for name in LAMBDAS.values() for kind in ("greedy", "in training")]
-    yield row("task", *kinds, *names, "first pose held")
-    yield "|-|-|-|-|-|-|-|-|-|-|"
+    yield row("task", "ours, greedy", "in training", *names, "first pose held")
+    yield "|-|-|-|-|-|-|-|-|"
     for task, pose in POSE.items():
-        ours = []
-        for value in LAMBDAS:
-            seeds = [run for run in runs if (run.env_id, run.args["gae_lambda"]) == (f"h1-{task}-v0", value)]
-            if len(variants := {run.variant for run in seeds}) > 1:
-                raise SystemExit(f"h1-{task}-v0, lambda {value}: {len(variants)} variants; name the suites' folders")
-            for returns in "evaluation", "training":
-                ours += [", ".join(f"{getattr(run, returns):.0f}" for run in seeds) or "-"]
-        if set(ours) == {"-"}:
-            continue
         found = {reference["label"]: reference for reference in references[f"h1-{task}-v0"]}
         published = []
         for (method, millions), name in zip(PUBLISHED, names):
             curve = found.get(method, {}).get("curve") or [[millions * 1e6, found[name]["return"]]]
             published += [min(curve, key=lambda point: abs(point[0] - millions * 1e6))[1]]
-        yield row(task, *ours, *(f"{value:.0f}" for value in [*published, pose]))
+        yield row(task, *ours(runs, task, 0.95), *(f"{value:.0f}" for value in [*published, pose]))
+    yield ""
+    yield row("task", "ours, greedy", "lambda 0.9, greedy", "ours, in training", "lambda 0.9, in training")
+    yield "|-|-|-|-|-|"
+    for task in POSE:
+        (greedy, training), (other_greedy, other_training) = (ours(runs, task, value) for value in (0.95, 0.9))
+        if other_greedy != "-":
+            yield row(task, greedy, other_greedy, training, other_training)
 
 
 if __name__ == "__main__":
-    print(*table(sys.argv[1:]), sep="\n")
+    print(*tables(sys.argv[1:]), sep="\n")
