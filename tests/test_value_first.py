@@ -380,20 +380,6 @@ def test_cartpole_passes_400_by_150_k_steps_with_an_order(tmp_path):
     assert max(results.values()) > 400, results
 
 
-# results/critic_saturation.py
-
-
-@pytest.mark.parametrize("scale, share", [(1e-3, 0.0), (1e6, 1.0)])
-def test_saturation_counts_stuck_units(monkeypatch, tmp_path, scale, share):
-    monkeypatch.syspath_prepend(str(Path(ppo.__file__).parent / "results"))
-    critic_saturation, args = import_module("critic_saturation"), ppo.Args()
-    policy = ppo.Agent(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), args)  # CartPole's
-    with torch.no_grad():
-        policy.critic[2].weight *= scale
-    torch.save({"args": vars(args), "model": policy.state_dict()}, tmp_path / "checkpoint.pt")
-    assert critic_saturation.saturation(tmp_path / "checkpoint.pt") == pytest.approx(share, abs=0.01)
-
-
 # results/value_first_bias.py
 
 
