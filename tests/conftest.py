@@ -59,6 +59,11 @@ def resume_args(module, path, **changes):
     return module.Args(**saved | {"resume": str(path), "run_dir": None} | changes)
 
 
+def parse(monkeypatch, module, *flags):
+    monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, flags)])
+    return module.parse_args(getattr(module, "preset_args", module.Args)())
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """finished(module) -> directory of a run of three iterations with five evaluation episodes; only to be read."""

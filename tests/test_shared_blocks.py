@@ -115,6 +115,8 @@ def test_a_script_is_short(name):
     assert len(halves(name)[1].splitlines()) - 1 <= LONGEST_PLUMBING
 
 
+TRAIN = """while run.global_step < run.budget:
+return run.finish(*evaluate(run, agent, make, run.video_folder))"""
 CLIPPED_POLICY = """clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
 -torch.min(ratio * advantages, clipped_ratio * advantages).mean()"""
 CLIPPED_VALUE = """errors = (new_values - returns).square()
@@ -126,7 +128,7 @@ errors = torch.max(errors, (clipped_values - returns).square())
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_clipped_losses_are_the_same_text(name):
     """They stand in functions that differ; tests/test_math.py holds the base's to its table."""
-    for flag, loss in {"clip_coef": CLIPPED_POLICY, "clip_vloss": CLIPPED_VALUE}.items():
+    for flag, loss in {"seed": TRAIN, "clip_coef": CLIPPED_POLICY, "clip_vloss": CLIPPED_VALUE}.items():
         if flag in fields(name):
             assert [line for line in loss.splitlines() if line not in halves(name)[0]] == []
 

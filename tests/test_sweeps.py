@@ -219,9 +219,10 @@ def test_a_run_that_another_process_works_at_is_not_started(tmp_path):
     finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python))
     (log,) = (tmp_path / "runs").glob("*.log")
     (log.with_suffix("") / "result.json").unlink()
+    path = program(tmp_path / "bin" / "flock", f"exec {shutil.which('flock')} -n $3")  # without the ten seconds' wait
     with open(log, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python))
+        code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python, PATH=path))
     assert code == 1 and "another process works at this run" in output
     path = program(tmp_path / "bin" / "flock", "exit 71")  # no locks available
     code, output = finish(sweep(tmp_path / "runs", "Healthy", 1, PYTHON=python, PATH=path))
@@ -273,12 +274,13 @@ def test_the_cores_are_shared_out_among_the_runs(seeds, tmp_path):
 
 
 def test_a_diverged_run_counts_and_is_not_tried_again(tmp_path):
-    runs, flags = tmp_path / "runs", ("--total-timesteps", "640", "--no-norm-reward")
-    code, output = finish(sweep(runs, "EnormousRewards", 1, *flags))
+    runs = tmp_path / "runs"
+    python = quick_python(tmp_path, 'mkdir -p "$7"; echo \'{"status": "diverged"}\' > "$7/result.json"; exit 1')
+    code, output = finish(sweep(runs, "Healthy", 1, PYTHON=python))
     assert code == 0 and "1 diverged" in output
     (log,) = runs.glob("*.log")
     before = log.read_text()
-    code, output = finish(sweep(runs, "EnormousRewards", 1, *flags))
+    code, output = finish(sweep(runs, "Healthy", 1, PYTHON=python))
     assert code == 0 and log.read_text() == before
     assert output == "all 1 runs have ended: 0 finished, 1 diverged\n"
 

@@ -2,9 +2,11 @@
 
 import copy
 import sys
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import conftest
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -279,10 +281,7 @@ def test_an_environment_that_can_not_be_made_starts_no_cluster(tmp_path, monkeyp
 
 
 def test_presets_are_defaults_that_flags_override(monkeypatch):
-    def parse(*flags):
-        monkeypatch.setattr("sys.argv", ["ppo_interleaved_gru_beta.py", *flags])
-        return ppo.parse_args(ppo.preset_args())
-
+    parse = partial(conftest.parse, monkeypatch, ppo)
     assert parse() == ppo.Args() == ppo.Args(**ppo.PRESETS["default"])
     paper = ppo.Args(**ppo.PRESETS["paper"])
     assert parse("--preset", "paper") == parse("--preset=paper") == paper and paper.hidden_size == 512
