@@ -477,6 +477,7 @@ def test_compiled_training_gives_what_eager_training_gives(name, monkeypatch, tm
     start, eager, compiled = (torch.cat([p.flatten() for p in x.parameters()]) for x in (before[0], *after))
     assert functions and (eager - start).abs().max() > 1e-2
     close(compiled, eager, 1e-4, 0)
+    assert after[0].state_dict().keys() == after[1].state_dict().keys()  # which a checkpoint saves
 
 
 def stub_robot(control, render_mode=None):

@@ -157,26 +157,6 @@ def test_fused_outputs_and_gradients_equal_the_step_by_step_reference(rnn, space
             torch.testing.assert_close(p.grad, gradients[name], atol=1e-4, rtol=1e-3)
 
 
-@cells
-def test_padding_changes_nothing(rnn):
-    policy, first = agent(rnn=rnn), random_first(30, 4).T
-    state, features, found = random_state(policy, 4), torch.randn(4, 30, 64, requires_grad=True), []
-    recur = policy.recur
-    for scale in (0, 9):
-        policy.recur = lambda table, states, scale=scale: recur(
-            torch.where((table == 0).all(-1, keepdim=True), scale * torch.randn_like(table), table), states
-        )
-        outputs = policy.unroll(features, first, state)
-        outputs.square().sum().backward()
-        gradients = [features.grad, *(p.grad for p in policy.rnn.parameters())]
-        found.append([outputs.detach(), *(gradient.clone() for gradient in gradients)])
-        features.grad = None
-        policy.zero_grad()
-    assert (table_of(first, state)[0] == 0).any()  # there is padding
-    for x, y in zip(*found):
-        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
-
-
 def torch_distribution(policy, outputs):
     """The same policy by torch.distributions: what has its log_prob and entropy."""
     if policy.box:

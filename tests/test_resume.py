@@ -204,15 +204,15 @@ def test_resume_seeds_its_environments_by_seed_and_iteration(module, copied, tmp
 @every
 def test_same_seed_is_the_same_run_whatever_the_number_of_workers(module, tmp_path, finished):
     directories = [finished(module)]  # with two workers
-    for changes in {"num_workers": 1}, {"num_workers": 3}, {"seed": 2}:
+    for changes in {"num_workers": 1}, {"seed": 2}:
         directories.append(tmp_path / str(len(directories)))
         module.train(small_args(module, directories[-1], eval_episodes=5, **changes))
     checkpoints = [trained(load(directory)) for directory in directories]
     returns = [json.loads((directory / "result.json").read_text())["eval_returns"] for directory in directories]
-    assert differences(checkpoints[0], checkpoints[1]) == differences(checkpoints[0], checkpoints[2]) == []
-    first, other = (torch.cat([x.flatten() for x in checkpoints[i]["model"].values()]) for i in (0, 3))
+    assert differences(checkpoints[0], checkpoints[1]) == []
+    first, other = (torch.cat([x.flatten() for x in checkpoints[i]["model"].values()]) for i in (0, 2))
     assert (first != other).float().mean() > 0.5
-    assert returns[0] == returns[1] == returns[2] != returns[3]
+    assert returns[0] == returns[1] != returns[2]
 
 
 def test_another_process_with_the_same_seed_is_the_same_run(finished, tmp_path):
@@ -353,14 +353,6 @@ def test_result_counts_the_time_of_all_starts(copied):
     result = base.train(resume_args(base, directory, total_timesteps=4 * BATCH))
     assert 1000 < result["wall_seconds"] < 1100
     assert 4 * BATCH / 600 < result["steps_per_second"] < 4 * BATCH / 500
-
-
-@pytest.mark.slow
-@every
-def test_compiled_run_saves_the_same_keys(module, finished, tmp_path):
-    module.train(small_args(module, tmp_path / "run", 2, compile=True))
-    compiled, eager = load(tmp_path / "run"), load(finished(module))
-    assert {key: x.shape for key, x in compiled["model"].items()} == {k: x.shape for k, x in eager["model"].items()}
 
 
 # Evaluation
@@ -677,11 +669,5 @@ if __name__ == "__main__":
 def test_close_leaves_no_process_of_environments_that_hang_in_it():
     with base.SubprocVecEnv(partial(gym.make, "misbehaving:HangInClose-v0"), 2, 2, 1) as envs:
         envs.reset()
-    assert multiprocessing.active_children() == []
-
-
-def test_close_can_be_called_twice():
-    envs = base.SubprocVecEnv(make_healthy, 2, 2, 1)
-    envs.close()
-    envs.close()
+    envs.close()  # twice is no error
     assert multiprocessing.active_children() == []
