@@ -46,13 +46,13 @@ class PeerError(RuntimeError):
     """A contender gave no result."""
 
 
-def compare(rounds, contenders, unit="steps/s"):
+def compare(rounds, contenders):
     """{name: function -> steps/s} -> {name: [steps/s of each round]}; the contenders take turns."""
     speeds = {name: [] for name in contenders}
     for i in range(rounds):
         for name, measure in contenders.items():
             speeds[name].append(measure())
-            print(f"round {i + 1}/{rounds}  {name}: {speeds[name][-1]:.0f} {unit}", file=sys.stderr, flush=True)
+            print(f"round {i + 1}/{rounds}  {name}: {speeds[name][-1]:.0f} steps/s", file=sys.stderr, flush=True)
     return speeds
 
 
@@ -384,36 +384,14 @@ def cluster(args):
     print_shares(shares)
 
 
-def gradient_steps(script, *phase):
-    """Gradient steps/s of an update alone: HalfCheetah's sizes, minibatches of 64."""
-    import gymnasium as gym
-    import torch
-
-    torch.set_num_threads(1)
-    module, spaces = load(script), [gym.spaces.Box(-1, 1, (size,)) for size in (17, 6)]
-    args = module.Args(num_minibatches=32, update_epochs=10)
-    agent, batch = module.Agent(*spaces, args), (torch.randn(2048, 17), torch.randn(2048, 6), *torch.randn(4, 2048))
-    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-5, eps=1e-5, fused=True)
-    for _ in range(2):  # the first warms up
-        start = time.perf_counter()
-        module.update(agent, optimizer, partial(module.minibatch_gradient, *phase), args, batch)
-    return 320 / (time.perf_counter() - start)
-
-
 def value_first(args):
-    """Value-first's gradient steps against the base's, and its whole training against CleanRL's ppo.py: CartPole."""
-    script, name = "ppo_value_first", "the base's step"
-    contenders = {name: partial(gradient_steps, "ppo_mlp_gaussian")}
-    contenders |= {f"a {phase} step": partial(gradient_steps, script, phase) for phase in ("joint", "value", "policy")}
-    speeds = compare(args.rounds, contenders, "gradient steps/s")
-    print("## value-first: gradient steps/s, HalfCheetah's sizes, minibatches of 64\n")
-    table(speeds, [(f"a {phase} step", name) for phase in ("joint", "value", "policy")])
+    """Value-first's whole training against CleanRL's ppo.py: CartPole."""
     contenders, rows = {}, []
     for order in ("joint", "value-first"):
         for name in ("eager", "--compile", "--num-envs 16 --num-steps 32 --compile"):  # a batch is 512 steps in each
             flags = f"--order {order} --total-timesteps 100000000 --no-cuda "
             flags += name.removeprefix("eager")
-            contenders[f"{order}, {name}"] = partial(run_script, script, flags, 512, args.seconds)
+            contenders[f"{order}, {name}"] = partial(run_script, "ppo_value_first", flags, 512, args.seconds)
     if args.cleanrl:
         command = [args.cleanrl_python, Path(args.cleanrl).resolve().with_name("ppo.py"), "--no-cuda"]
         command += ["--total-timesteps", 100000000]

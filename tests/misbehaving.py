@@ -144,14 +144,14 @@ class Counting(Misbehaving):
 
 
 class Constant(gym.Env):
-    """Episodes of `length` steps which all give one reward, and from `when` on ("reset", "step", "end") one
+    """Episodes of three steps which all give one reward, and from `when` on ("reset", "step", "end") one
     observation; before that one that the space holds. For SubprocVecEnv alone: it ends where another step is asked for.
     """
 
     action_space = gym.spaces.Box(-1, 1, (2,))
 
-    def __init__(self, space, obs, when="reset", reward=1.0, length=3):
-        self.observation_space, self.obs, self.when, self.reward, self.length = space, obs, when, reward, length
+    def __init__(self, space, obs, when="reset", reward=1.0):
+        self.observation_space, self.obs, self.when, self.reward = space, obs, when, reward
 
     def observation(self, now):
         order = ["reset", "step", "end"]
@@ -164,7 +164,7 @@ class Constant(gym.Env):
 
     def step(self, action):
         self.steps += 1
-        done = self.steps == self.length
+        done = self.steps == 3
         return self.observation("end" if done else "step"), self.reward, done, False, {}
 
 
