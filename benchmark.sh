@@ -175,12 +175,12 @@ suite() {
         --compile
       sweep "$flagship" h1hand-walk-v0 1 --total-timesteps 6000000 --compile
       ;;
-    interleaved-lambda) # humanoid-4m and h1 with a smaller lambda, and most without an end of stalled episodes
+    interleaved-lambda) # humanoid-4m and h1 with a smaller lambda, and most without an end of lying
       local flagship=${here}ppo_interleaved_gru_beta.py budget=(--compile --gae-lambda 0.9 --total-timesteps)
       sweep "$flagship" Humanoid-v4 3 "${budget[@]}" 4000000 --init-std 0.3 --eval-interval 122
       sweep "$flagship" "h1-walk-v0 h1-stand-v0 h1-crawl-v0 h1-sit_hard-v0" 1 "${budget[@]}" 2000000 --eval-episodes 50
       sweep "$flagship" "h1-run-v0 h1-sit_simple-v0 h1-hurdle-v0 h1-pole-v0 h1-stair-v0 h1-balance_simple-v0 h1-maze-v0" 1 \
-        "${budget[@]}" 2000000 --eval-episodes 50 --stall-steps 0
+        "${budget[@]}" 2000000 --eval-episodes 50 --lying-steps 0
       ;;
     interleaved) # the flagship as it was first: four large steps an iteration
       local flagship=${here}ppo_interleaved_gru_beta.py base=${here}ppo_mlp_gaussian.py value

@@ -22,7 +22,7 @@ With h the distance of two teeth, a piece is what lies between two teeth, with t
     entropy  = -sum over pieces of mass * (ln a + ln b + d coth d - 1) / 2,  d = ln b - ln a
 
 Action bounds must be finite. All else is as in ppo_mlp_gaussian.py: time limits bootstrap; statistics change after an
-update only, so the first iteration has 0 and 1; advantages are normalised in each minibatch; log pi_old is
+update only, so the first iteration has mean 0, deviation 1; advantages are normalised in each minibatch; log pi_old is
 computed in one pass after the rollout; a resume begins new episodes.
 
 Source:  "Advancements in PPO" (George Ogden), fourth experiment. Its code (comb_utils.py, George-Ogden/ppo-experiments)
@@ -140,14 +140,14 @@ class Comb:
         self.log_mass = (logits + log_weights).log_softmax(-1)  # of each tooth's triangle, [..., act_dim, teeth]
         self.log_density = self.log_mass - log_weights
 
-    def at(self, teeth):
+    def at(self, position):
         """Positions counted in teeth -> actions, clamped: rounding must not lead out of the bounds."""
-        return torch.lerp(self.low, self.high, teeth / self.pieces).clamp(self.low, self.high)
+        return torch.lerp(self.low, self.high, position / self.pieces).clamp(self.low, self.high)
 
     def sample(self):
         """-> [..., act_dim]: a tooth by its mass, then a point of the triangle around it, folded in at the bounds."""
         # One draw: compiled code may reorder two. A 0 would rule its tooth out, even the only one with mass.
-        noise = torch.rand_like(nn.functional.pad(self.log_mass, (2, 0))).clamp(min=1e-9)
+        noise = torch.rand_like(nn.functional.pad(self.log_mass, (2, 0))).clamp(min=1e-9)  # [..., act_dim, 2 + teeth]
         u, v = noise[..., 0], noise[..., 1]
         tooth = (self.log_mass - (-noise[..., 2:].log()).log()).argmax(-1)  # Gumbel-max
         if self.as_coded:  # p_k all over piece k; the last piece gets the last tooth's p too
@@ -156,8 +156,8 @@ class Comb:
 
     def log_prob(self, actions):
         """[..., act_dim] within the bounds -> log-density [...], the sum over the action dimensions; always finite."""
-        teeth = ((actions - self.low) / self.width).clamp(0, self.pieces)[..., None]
-        distances = (teeth - torch.arange(self.pieces + 1, device=teeth.device)).abs()  # to each tooth
+        position = ((actions - self.low) / self.width).clamp(0, self.pieces)[..., None]  # counted in teeth
+        distances = (position - torch.arange(self.pieces + 1, device=position.device)).abs()  # to each tooth
         return (self.log_density + (1 - distances).clamp(min=0).log()).logsumexp(-1).sum(-1)  # interpolated
 
     def entropy(self):

@@ -34,7 +34,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the discount   rises over the run's first half: a short horizon seemed to walk sooner, a long one to fall less.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise pitches a hip four times as far as an ankle.
-                   In training an episode ends, as by a time limit, where a robot lies there.
+                   In training a robot that has lain for 100 steps ends its episode, as a time limit does.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
     all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after an update only (the
@@ -115,7 +115,6 @@ class Args:
     num_minibatches: int = 8  # minibatches an epoch
     learning_rate: float = 3e-4  # Adam's learning rate
     gamma: float = 0.99  # discount factor
-    init_gamma: float = 0.97  # discount factor at first; it goes linearly to --gamma at half of --total-timesteps
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective
     ent_coef: float = 0.001  # weight of the entropy bonus
@@ -138,19 +137,20 @@ class Args:
     entropy_mean: bool = False  # mean of the entropy over the action dimensions instead of their sum
 
     # Chosen here
+    init_gamma: float = 0.97  # discount factor at first; it goes linearly to --gamma at half of --total-timesteps
     hidden_size: int = 64  # width of every layer (64 leaves a CPU's time to the environments)
     separate_critic: bool = False  # a network of its own for the value, of the current state alone (ablation)
     beta_head: str = "mode"  # what the network gives: the Beta's mode, or, as in the paper, alpha and beta
     init_std: float = 0.15  # noise of the first actions, as if their bounds were -1 and 1
     pose_actions: bool = True  # HumanoidBench: actions in radians from the robot's first pose, at most 1
-    stall_steps: int = 20  # HumanoidBench: cut a training episode after so many steps of lying; 0: don't
+    lying_steps: int = 100  # HumanoidBench: cut a training episode after so many steps of lying; 0: don't
 
 
 PRESETS = {  # what --preset puts in place of the defaults above
     "default": {},
     "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "init_gamma": 0.99}
     | {"ent_coef": 0.05, "max_grad_norm": 0.5, "norm_reward": False, "reward_scale": 0.25, "beta_head": "alpha"}
-    | {"init_std": 0.48, "pose_actions": False, "stall_steps": 0, "vf_coef": 0.3}
+    | {"init_std": 0.48, "pose_actions": False, "lying_steps": 0, "vf_coef": 0.3}
     | {"learning_rate": 4e-5, "hidden_size": 512, "entropy_mean": True},  # from its authors' code, not the paper
 }
 
@@ -162,7 +162,7 @@ def preset_args():
 
 
 def check_settings(args):
-    """The flags that this script alone has, and check_args."""
+    """Ends with one line where a flag that the base lacks makes no sense; the others are for check_args."""
     for name, right, rule in (
         ("preset", args.preset in PRESETS, f"one of {', '.join(PRESETS)}"),
         ("beta_head", args.beta_head in ("mode", "alpha"), "one of mode, alpha"),
@@ -206,12 +206,12 @@ class PoseActions(gym.ActionWrapper):
         return np.clip(2 * (self.pose + action - self.low) / (self.high - self.low) - 1, -1, 1)
 
 
-class EndStalled(gym.Wrapper):
-    """Truncates an episode after `stall_steps` steps in a row in which the robot lies: its head is below 0.3 m."""
+class EndLying(gym.Wrapper):
+    """Truncates an episode after `lying_steps` steps in a row in which the robot lies: its head is below 0.3 m."""
 
-    def __init__(self, env, stall_steps):
+    def __init__(self, env, lying_steps):
         super().__init__(env)
-        self.stall_steps = stall_steps
+        self.lying_steps = lying_steps
 
     def reset(self, **kwargs):
         self.lying = 0
@@ -220,10 +220,10 @@ class EndStalled(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         self.lying = self.lying + 1 if self.unwrapped.robot.head_height() < 0.3 else 0
-        return obs, reward, terminated, truncated or self.lying >= self.stall_steps, info
+        return obs, reward, terminated, truncated or self.lying >= self.lying_steps, info
 
 
-def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stall_steps=0):
+def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, lying_steps=0):
     """One environment, or SystemExit with one line on why this script can't drive it."""
     module = env_id.rpartition(":")[0]
     if "humanoid_bench" in (module, *sys.modules) or not (module or env_id in gym.registry):
@@ -243,8 +243,8 @@ def make_env(env_id, eval_episodes=0, video_folder=None, pose_actions=True, stal
     if type(env.unwrapped).__module__.startswith("humanoid_bench"):
         if pose_actions and env.unwrapped.spec.kwargs.get("control") == "pos":  # g1's actions are torques
             env = PoseActions(env)
-        if stall_steps and not eval_episodes:  # evaluations play every episode whole
-            env = EndStalled(env, stall_steps)
+        if lying_steps and not eval_episodes:  # evaluations play every episode whole
+            env = EndLying(env, lying_steps)
     return env
 
 
@@ -271,8 +271,7 @@ class Beta:
 
     def mode(self):
         """-> [..., act_dim]"""
-        alpha, beta = self.beta.concentration1, self.beta.concentration0
-        return self.low + self.size * ((alpha - 1) / (alpha + beta - 2)).float()
+        return self.low + self.size * self.beta.mode.float()
 
 
 class RunningNorm(nn.Module):
@@ -362,8 +361,9 @@ class Agent(nn.Module):
         self.register_buffer("high", torch.as_tensor(action_space.high, dtype=torch.float32))
 
     def read(self, states, past, num_before):
-        """Windows -> the GRU's output after the current state [B, hidden_size] and after every token; that state."""
-        tokens, last = self.state_encoder(states), num_before  # [B, window, hidden_size]; the current state's token
+        """Windows -> the GRU's output after the current state [B, hidden_size], its outputs after all tokens
+        [B, tokens, hidden_size], and the current state [B, obs_dim]."""
+        tokens, last = self.state_encoder(states), num_before  # [B, window, hidden_size]; the current state's index
         if self.args.interleave:
             actions = self.action_encoder(2 * (past[:, :-1] - self.low) / (self.high - self.low) - 1)
             pairs = torch.stack([tokens[:, :-1], actions], 2).flatten(1, 2)  # s a s a ...
@@ -515,7 +515,7 @@ def evaluate(run, agent, make, video_folder=None):
 def train(args: Args) -> dict:
     """Trains, or with --total-timesteps 0 only evaluates. -> what the run's result.json, or eval.json, holds"""
     check_settings(args)
-    make = partial(make_env, args.env_id, pose_actions=args.pose_actions, stall_steps=args.stall_steps)
+    make = partial(make_env, args.env_id, pose_actions=args.pose_actions, lying_steps=args.lying_steps)
     num_envs = args.num_envs if args.total_timesteps else 1
     vec_env = partial(RayVecEnv, args.ray) if args.ray and args.total_timesteps else SubprocVecEnv
     with Run(args) as run, vec_env(make, num_envs, args.num_workers, [args.seed, run.iteration]) as envs:
@@ -538,11 +538,11 @@ def train(args: Args) -> dict:
         read = compile_function(agent.read, device) if args.compile and device.type == "cuda" else agent.read
 
         # All steps' windows, [num_steps, num_envs, ...], normalised; the current `states` stay raw for new statistics.
-        states, *windows = agent.empty_windows(args.num_envs)
-        normed, past, num_before = (torch.stack([x] * args.num_steps) for x in (states, *windows))
-        actions = torch.zeros_like(past[:, :, 0])
-        obs, followed = torch.zeros((2, args.num_steps, *envs.obs.shape), device=device)
-        log_probs, values = torch.zeros((2, *num_before.shape), device=device)
+        windows = states, _, _ = agent.empty_windows(args.num_envs)
+        normed, past, num_before = (torch.stack([x] * args.num_steps) for x in windows)
+        actions = torch.zeros_like(past[:, :, 0])  # [num_steps, num_envs, act_dim]
+        obs, followed = torch.zeros((2, args.num_steps, *envs.obs.shape), device=device)  # [num_steps, num_envs, ...]
+        log_probs, values = torch.zeros((2, *num_before.shape), device=device)  # [num_steps, num_envs]
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
         first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()
@@ -585,8 +585,7 @@ def train(args: Args) -> dict:
             rewards = args.reward_scale * rewards
             scaled = (rewards / (return_norm.var + 1e-8).sqrt().float()).clamp(-10, 10) if args.norm_reward else rewards
             with torch.no_grad():
-                next_values = values.roll(-1, 0)
-                ends = done.bool()
+                next_values, ends = values.roll(-1, 0), done.bool()  # [num_steps, num_envs]
                 ends[-1] = True
                 ending = (x[ends] for x in (normed, past, num_before))  # windows [B, ...]; `past` has a_t already
                 output, _, current = agent.read(*slide(*ending, agent.obs_norm(followed[ends]), first=False))
@@ -676,8 +675,8 @@ class RayVecEnv(AbstractContextManager):
             if first < end:
                 place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 inputs = end - first, num_workers or cpus, seed, spaces, first
-                machine = ray.remote(num_cpus=0, scheduling_strategy=place)(Machine)
-                machine = machine.remote(script.read_text(), script.stem.replace(".", "_"), factory, *inputs)
+                actor_class = ray.remote(num_cpus=0, scheduling_strategy=place)(Machine)
+                machine = actor_class.remote(script.read_text(), script.stem.replace(".", "_"), factory, *inputs)
                 self.machines.append((slice(first, end), node["NodeManagerHostname"], machine))
 
     def reset(self):

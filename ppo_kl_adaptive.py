@@ -24,14 +24,14 @@ update, so that an iteration moves the policy by about kl_targ:
 Source: "AI Gym Workout" (Coady 2017), with the settings of its author's code (the post prints the hinge with KL and
 kl_targ exchanged). --preset post, the default, is that post. It is the base, ppo_mlp_gaussian.py, but for these:
 
-    episodes       A batch is the first N episodes to begin, each played to its end. Who has none left rests.
+    episodes       A batch is the first N episodes to begin, each played to its end. Environments with none left rest.
     time limits    are ends, worth 0 from there on (--bootstrap-time-limit: V). The time is a part of the observation.
     observations   are scaled without a limit, by statistics that begin with five episodes, not trained on nor counted.
     rewards        are multiplied by 1 - gamma, for a gamma below 0.999, unless --norm-reward divides them.
     V              is fitted after the policy, to Monte-Carlo returns, on this batch and the one before.
     networks       are sized from the task and begin as in the post; the deviation begins at 0.61 and learns faster.
-    steps          have a learning rate that time does not lower, and no limit on the gradient's norm or V's change.
                    Adam's epsilon is 1e-8.
+    steps          have a learning rate that time does not lower, and no limit on the gradient's norm or V's change.
 
 As in the base, and unlike in the post, environments get clipped actions: control costs are those of clipped actions.
 As in the base, statistics change after an update only, advantages are normalised in each minibatch, log pi_old is
@@ -378,9 +378,9 @@ def surrogate_loss(args, ratio, advantages, kl, beta):
     return -(ratio * advantages).mean() + (0 if args.objective == "none" else penalty)
 
 
-def minibatch_gradient(agent, args, beta, old_log_std, obs, actions, log_probs, old_mean, advantages, returns):
+def minibatch_gradient(agent, args, beta, old_log_std, normed_obs, actions, log_probs, old_mean, advantages, returns):
     """Sets the gradient of one minibatch's loss, clipped by --max-grad-norm. -> log_ratio [minibatch], losses"""
-    policy = agent.policy(obs)
+    policy = agent.policy(normed_obs)
     log_ratio = policy.log_prob(actions) - log_probs
     kl = gaussian_kl(Gaussian(old_mean, old_log_std), policy).mean()
     if args.norm_adv:
@@ -390,7 +390,7 @@ def minibatch_gradient(agent, args, beta, old_log_std, obs, actions, log_probs, 
     loss = policy_loss - args.ent_coef * entropy
     losses = {"losses/policy_loss": policy_loss, "losses/entropy": entropy, "losses/kl": kl}
     if args.preset == "paper":  # the post fits V afterwards
-        losses["losses/value_loss"] = value_loss = 0.5 * (agent.value(obs) - returns).square().mean()
+        losses["losses/value_loss"] = value_loss = 0.5 * (agent.value(normed_obs) - returns).square().mean()
         loss = loss + args.vf_coef * value_loss
     loss.backward()
     if args.max_grad_norm:
@@ -399,14 +399,14 @@ def minibatch_gradient(agent, args, beta, old_log_std, obs, actions, log_probs, 
 
 
 def minibatches(batch, epochs, num_minibatches, size=None):
-    """Those of `epochs` passes over a batch [batch_size, ...], or over `size` samples of it, each in a new order."""
+    """The minibatches of `epochs` passes, each over `size` random samples (None: all) of a batch [batch_size, ...]."""
     for _ in range(epochs):
         order = torch.randperm(len(batch[0]), device=batch[0].device)[:size]
         yield from zip(*(x[order].tensor_split(num_minibatches) for x in batch))
 
 
 def update(agent, optimizer, gradient, args, beta, old_log_std, batch):
-    """`update_epochs` passes over the batch, cut along its tensors' first dimension, or until the KL is too large.
+    """`update_epochs` passes over the batch, cut along its tensors' first dimension; fewer where the KL is too large.
     -> metrics by name, their means; losses/kl is the KL after the update"""
     num_minibatches = min(args.num_minibatches, len(batch[0]) // 2)  # episodes may be short
     log_ratios, losses = [], []  # of each minibatch
@@ -426,9 +426,9 @@ def update(agent, optimizer, gradient, args, beta, old_log_std, batch):
     metrics["losses/approx_kl"] = (log_ratio.exp() - 1 - log_ratio).mean()
     metrics["losses/clipfrac"] = ((log_ratio.exp() - 1).abs() > args.clip_coef).float().mean()
     metrics["losses/epochs"] = len(losses) / num_minibatches
-    obs, _, _, old_mean, *_ = batch
+    normed_obs, _, _, old_mean, *_ = batch
     with torch.no_grad():
-        metrics["losses/kl"] = gaussian_kl(Gaussian(old_mean, old_log_std), agent.policy(obs)).mean()
+        metrics["losses/kl"] = gaussian_kl(Gaussian(old_mean, old_log_std), agent.policy(normed_obs)).mean()
     return metrics
 
 
@@ -449,26 +449,26 @@ def adapt(carried, kl, args):
             carried["lr_multiplier"] *= 1.5
 
 
-def value_gradient(agent, args, obs, returns):
+def value_gradient(agent, args, normed_obs, returns):
     """Sets the gradient of one minibatch's value loss, clipped likewise. -> the loss"""
-    loss = 0.5 * (agent.value(obs) - returns).square().mean()
+    loss = 0.5 * (agent.value(normed_obs) - returns).square().mean()
     loss.backward()
     if args.max_grad_norm:
         nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     return loss.detach()
 
 
-def fit_value(agent, optimizer, gradient, args, carried, obs, returns):
+def fit_value(agent, optimizer, gradient, args, carried, normed_obs, returns):
     """The post's: 10 epochs in minibatches of some 256, after the policy's update. An epoch takes as many samples as
     the batch has, at random from this batch and the one before. -> the mean loss"""
-    both = [torch.cat([x, y.to(x.device)]) for x, y in zip((obs, returns), carried["batch"])]
-    num_minibatches = max(len(obs) // 256, 1)
+    both = [torch.cat([x, y.to(x.device)]) for x, y in zip((normed_obs, returns), carried["batch"])]
+    num_minibatches = max(len(normed_obs) // 256, 1)
     losses = []
-    for minibatch in minibatches(both, 10, num_minibatches, len(obs) // num_minibatches * num_minibatches):
+    for minibatch in minibatches(both, 10, num_minibatches, len(normed_obs) // num_minibatches * num_minibatches):
         optimizer.zero_grad()
         losses.append(gradient(agent, args, *minibatch))
         optimizer.step()  # of V alone: nothing else has a gradient
-    carried["batch"] = obs, returns
+    carried["batch"] = normed_obs, returns
     return torch.stack(losses).mean()
 
 
@@ -517,7 +517,7 @@ def train(args: Args) -> dict:
     make = partial(make_env, args.env_id, eval_episodes=int(post or args.num_steps == 0), time_feature=post)
     with Run(args) as run, SubprocVecEnv(make, num_envs, args.num_workers, [args.seed, run.iteration]) as envs:
         device = run.device
-        update_threads = torch.get_num_threads() if post else 1  # the post's whole batches are shared by every core
+        update_threads = run.threads if post else 1  # the post's whole batches are shared by every core
         torch.set_num_threads(1)  # in the rollout a second thread would spin on a worker's core
         torch.manual_seed(args.seed)
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)

@@ -188,8 +188,8 @@ RANDOMISED |= {("dof_damping",): (0.3, 3.0), ("actuator_gainprm", "actuator_bias
 
 class RandomisedDynamics(gym.Wrapper):
     """Another robot in each episode: factors drawn log-uniformly, gravity moved by up to 0.7 m/s^2 in each coordinate.
-    The ranges of the factors are those of OpenAI's hand (arXiv:1808.00177, table 1), which drew masses and friction
-    uniformly, gravity from a normal distribution, and sizes too."""
+    The ranges of the factors are those of OpenAI's hand (arXiv:1808.00177, table 1). There masses and friction are
+    drawn uniformly, gravity from a normal distribution, and sizes vary too."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -245,14 +245,14 @@ def make_env(env_id, eval_episodes=0, video_folder=None, mask_velocity=False, ra
             raise SystemExit(f"--mask-velocity: knows the velocities of {', '.join(VELOCITIES)}, not of {env_id}")
         mask = ~np.isin(np.arange(env.observation_space.shape[0]), VELOCITIES[env_id])
         env = gym.wrappers.TransformObservation(env, lambda obs: obs * mask, env.observation_space)
-    space = env.action_space  # what the distributions can draw, and below what the networks can read
+    space = env.action_space  # does a distribution fit it? Below: can the networks read the observations?
     box = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
     choices = isinstance(space, gym.spaces.MultiDiscrete) and len(space.shape) == 1
     if not (box or choices or isinstance(space, gym.spaces.Discrete)):
         needs = "it must be Discrete, MultiDiscrete or a flat Box of floats"
         raise SystemExit(f"--env-id {env_id}: its action space is {space}; {needs}")
     shape = env.observation_space.shape
-    if len(shape) > 3 or (len(shape) == 3 and shape[1] < min(shape[0], shape[2])):  # the shortest axis is channels
+    if len(shape) > 3 or (len(shape) == 3 and shape[1] < min(shape[0], shape[2])):  # channels in the middle
         needs = "an image is [height, width], with channels first, last or not at all"
         raise SystemExit(f"--env-id {env_id}: its observation space is {env.observation_space}; {needs}")
     return env
@@ -601,7 +601,7 @@ def train(args: Args) -> dict:
         torch.manual_seed(args.seed)
         agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
         agent.to(memory_format=torch.channels_last)  # the CNN's update takes a quarter less time on a CPU
-        update_threads = run.threads if agent.pixels else 1  # small layers are too small to share
+        update_threads = run.threads if agent.pixels else 1  # the layers for vectors are too small to share
         torch.set_num_threads(1)  # in the rollout: more would take the workers' cores
         optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # lr: set in each iteration
         return_norm = RunningNorm(()).to(device)
@@ -620,14 +620,14 @@ def train(args: Args) -> dict:
             if device.type == "cuda":
                 draw = compile_function(draw, device)
 
-        shape, obs_space, action_space = (args.num_steps, args.num_envs), *run.spaces
+        # Of all steps, [num_steps, num_envs, ...]; `states` has one more: [t] is before step t, [t + 1] after it.
         obs_dtype = torch.uint8 if agent.pixels else torch.float32
         action_dtype = torch.float32 if agent.box else torch.int64
-        obs, followed = torch.zeros((2, *shape, *obs_space.shape), dtype=obs_dtype, device=device)
-        actions = torch.zeros((*shape, *action_space.shape), dtype=action_dtype, device=device)
-        first = torch.zeros(shape, dtype=torch.bool, device=device)
-        log_probs, values = torch.zeros((2, *shape), device=device)
-        states = agent.initial_state(args.num_envs).repeat(args.num_steps + 1, 1, 1)  # [t] before step t, [t + 1] after
+        obs, followed = torch.zeros((2, args.num_steps, *envs.obs.shape), dtype=obs_dtype, device=device)
+        actions = torch.zeros((args.num_steps, *envs.actions.shape), dtype=action_dtype, device=device)
+        first = torch.zeros((args.num_steps, args.num_envs), dtype=torch.bool, device=device)
+        log_probs, values = torch.zeros((2, *first.shape), device=device)
+        states = agent.initial_state(args.num_envs).repeat(args.num_steps + 1, 1, 1)  # [..., state_dim]
         running_return = torch.zeros(args.num_envs, dtype=torch.float64, device=device)  # discounted
         next_first = np.ones(args.num_envs, bool)  # which environments begin an episode
         envs.reset()

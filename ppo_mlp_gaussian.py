@@ -26,17 +26,17 @@ That is PPO (Schulman et al. 2017, arXiv:1707.06347). What it leaves open is cho
     time limits    An episode cut by one is worth V(its last observation) from there on, a terminal state 0.
     episodes       go on from batch to batch. Those of one fixed length all end in the same step; random first lengths
                    made no difference on HalfCheetah.
-    statistics     Observations are normalised by their running mean and deviation, rewards divided by the
-                   discounted return's deviation. They change after an update only; the first iteration has 0 and 1.
+    statistics     Observations are normalised by their running mean and deviation, rewards divided by the discounted
+                   return's deviation. They change after an update only; the first iteration has mean 0, deviation 1.
     advantages     are normalised in each minibatch, in L_policy, not in L_value (--norm-adv).
     actions        are drawn and scored without bounds; the environment gets them clipped.
-    log pi_old     is computed in one pass after the rollout, whose networks have not changed.
-    a resume       begins new episodes, goes on from the last whole iteration; flags given anew replace the saved ones.
+    log pi_old     is computed in one pass after the rollout: the networks are still those that drew the actions.
+    a resume       goes on from the last whole iteration, in new episodes; flags given anew replace the saved ones.
 
 Sources: "The 37 Implementation Details of PPO" (Huang et al. 2022); the course report "Proximal Policy Optimization"
          (Vincent, Violante, Sert, Masquil; MVA 2022).
-Result:  HalfCheetah-v5, 1 M steps: mean return of the last 100 episodes, over 10 seeds: 2300, as seven run on their
-         backs, near 1700; with --gamma 0.98 --gae-lambda 0.92 --fixed-std 0.15 --no-clip-vloss 5227, each above 3900.
+Result:  HalfCheetah-v5, 1 M steps, mean return of the last 100 episodes, 10 seeds: 2300 (seven run on their backs,
+         near 1700); with --gamma 0.98 --gae-lambda 0.92 --fixed-std 0.15 --no-clip-vloss 5227 (each above 3900).
 
 Run:     python ppo_mlp_gaussian.py --env-id HalfCheetah-v5
 Resume:  python ppo_mlp_gaussian.py --resume runs/HalfCheetah-v5__ppo_mlp_gaussian__1__1700000000
@@ -223,7 +223,7 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def to_env(self, actions):
-        """What the environment gets: the actions clipped to its bounds (--scale-actions: from [-1, 1])."""
+        """What the environment gets: the actions, with --scale-actions scaled from [-1, 1], clipped to its bounds."""
         if self.scale_actions:
             actions = self.low + (actions + 1) / 2 * (self.high - self.low)
         return actions.clamp(self.low, self.high)

@@ -21,8 +21,8 @@ PPO's advantages come from a value function that was fitted to the batches of ea
     policy phase    update_epochs passes over the batch on   L_policy - ent_coef * entropy,
                     L_policy = -mean( min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) ),   ratio = pi(a|s) / pi_old(a|s)
 
---order joint is plain PPO: one phase, with both losses in each step. --order phases has two, but keeps A(V_old). With
-both networks apart it is joint with other random minibatches, unless --shared-update or --target-kl couples them.
+--order joint is plain PPO: one phase, with both losses in each step. --order phases has two, but keeps A(V_old). The
+networks share no weights, so this is joint with other minibatches, unless --shared-update or --target-kl couples them.
 With --critic support V is the mean of a distribution p = softmax(critic(s)) over evenly spaced values z_1 ... z_n:
 
     V(s) = sum_k p_k(s) z_k,   L_value = -mean( sum_k two_hot(R)_k log p_k(s) )    (Schrittwieser et al. 2019, app. F)
@@ -35,8 +35,8 @@ Else as the base, ppo_mlp_gaussian.py, but
     --target-kl   ends only phases that train the policy.
 
 As there, time limits bootstrap; statistics, where asked for, change after an update only, so the first iteration has
-0 and 1; advantages are normalised in each minibatch; log pi_old is computed after the rollout; a resume begins new
-episodes.
+mean 0, deviation 1; advantages are normalised in each minibatch; log pi_old is computed after the rollout; a resume
+begins new episodes.
 
 Source: George Ogden, "Advancements in PPO". Its text is value-first. Its code never uses the new advantages: it is
 --order phases --shared-update, but its time limits count as deaths, and Adam's momentum moves the network that rests.
@@ -300,9 +300,9 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
 
 
 @torch.no_grad()
-def estimate_advantages(agent, args, obs, followed, rewards, terminated, done):
-    """-> V of normalised observations as it is now, and the advantages by it, both [num_steps, num_envs]"""
-    values, next_values = agent.value(obs), agent.value(followed)
+def estimate_advantages(agent, args, normed_obs, normed_followed, rewards, terminated, done):
+    """-> the values that the critic as it is now gives, and the advantages by them, both [num_steps, num_envs]"""
+    values, next_values = agent.value(normed_obs), agent.value(normed_followed)
     return values, compute_gae(rewards, values, next_values, terminated, done, args.gamma, args.gae_lambda)
 
 

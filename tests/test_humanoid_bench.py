@@ -70,10 +70,10 @@ def test_torques_and_without_the_flag_positions_stay_as_they_are(env_id, pose_ac
 
 
 @pytest.mark.parametrize("env_id", ["h1-truck-v0", "g1-crawl-v0"])
-@pytest.mark.parametrize("stall_steps", [0, 20])
-def test_a_robot_that_lies_there_is_reset_in_training(stall_steps, env_id):
+@pytest.mark.parametrize("lying_steps", [0, 20])
+def test_a_robot_that_lies_there_is_reset_in_training(lying_steps, env_id):
     """These tasks pay for it, and don't end."""
-    env = ppo.make_env(env_id, stall_steps=stall_steps)
+    env = ppo.make_env(env_id, lying_steps=lying_steps)
     env.reset(seed=1)
     task, n, ends = env.unwrapped, 0, (False, False)
     for _ in range(30):  # it stands
@@ -86,7 +86,7 @@ def test_a_robot_that_lies_there_is_reset_in_training(stall_steps, env_id):
         _, reward, *ends, _ = env.step(np.zeros(env.action_space.shape, np.float32))
         n += 1
         assert reward > 0.1
-    assert (n, ends) == ((20, [False, True]) if stall_steps else (30, [False, False]))
+    assert (n, ends) == ((20, [False, True]) if lying_steps else (30, [False, False]))
 
 
 def test_a_process_can_hold_more_files_than_it_might_open():

@@ -206,14 +206,14 @@ def test_evaluation_says_where_episodes_begin_and_plays_them_whole(tmp_path, mon
 
     def spy_init(self, make, *inputs):
         given = make.keywords
-        made.append((given["stall_steps"], given["pose_actions"], given.get("eval_episodes", 0)))
+        made.append((given["lying_steps"], given["pose_actions"], given.get("eval_episodes", 0)))
         seeds.append(inputs[2])
         init(self, make, *inputs)
 
     monkeypatch.setattr(ppo.Agent, "act", spy_act)
     monkeypatch.setattr(ppo.SubprocVecEnv, "step", spy_step)
     monkeypatch.setattr(ppo.SubprocVecEnv, "__init__", spy_init)
-    flags = {"num_envs": 2, "num_steps": 32, "stall_steps": 7, "pose_actions": False}
+    flags = {"num_envs": 2, "num_steps": 32, "lying_steps": 7, "pose_actions": False}
     ppo.train(small_args(ppo, tmp_path / "run", 1, eval_episodes=5, **flags))
     assert made == [(7, False, 0), (7, False, 5)] and seeds == [[1, 0], [1, 2**31]]
     assert [first for first, _, _ in calls] == [[True, True], *ends[:-1]] and sum(map(sum, ends[:-1])) >= 3
@@ -316,16 +316,16 @@ class Paying(gym.Env):
 
 
 @pytest.mark.parametrize(
-    "module, control, flags, pose, stall",
+    "module, control, flags, pose, lying",
     [
-        ("humanoid_bench.env", "pos", {"stall_steps": 3}, True, True),
-        ("humanoid_bench.env", "pos", {"stall_steps": 3, "eval_episodes": 1}, True, False),
+        ("humanoid_bench.env", "pos", {"lying_steps": 3}, True, True),
+        ("humanoid_bench.env", "pos", {"lying_steps": 3, "eval_episodes": 1}, True, False),
         ("humanoid_bench.env", "pos", {"pose_actions": False}, False, False),
-        ("humanoid_bench.env", "torque", {"stall_steps": 3}, False, True),
-        ("another.env", "pos", {"stall_steps": 3}, False, False),  # it may have a keyword of that name
+        ("humanoid_bench.env", "torque", {"lying_steps": 3}, False, True),
+        ("another.env", "pos", {"lying_steps": 3}, False, False),  # it may have a keyword of that name
     ],
 )
-def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, stall, monkeypatch):
+def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, lying, monkeypatch):
     monkeypatch.setattr(Paying, "__module__", module)
     monkeypatch.setattr(ppo, "PoseActions", type("Wrapped", (gym.Wrapper,), {}))
     gym.register("Paying-v0", Paying, kwargs={"control": control})
@@ -337,7 +337,7 @@ def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, stall, mo
     while isinstance(env, gym.Wrapper):
         wrappers.append(type(env))
         env = env.env
-    assert (ppo.PoseActions in wrappers, ppo.EndStalled in wrappers) == (pose, stall)
+    assert (ppo.PoseActions in wrappers, ppo.EndLying in wrappers) == (pose, lying)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, stall, mo
     ],
 )
 def test_an_episode_is_truncated_where_the_robot_lies(rewards, length, truncated):
-    env = ppo.EndStalled(Paying(rewards), 3)
+    env = ppo.EndLying(Paying(rewards), 3)
     for _ in range(2):  # the count begins anew
         env.reset()
         ends, n = (False, False), 0
@@ -360,12 +360,12 @@ def test_an_episode_is_truncated_where_the_robot_lies(rewards, length, truncated
         assert ends == [n == len(rewards), truncated]
 
 
-def make_stalling():
-    return ppo.EndStalled(Paying(), 3)
+def make_lying():
+    return ppo.EndLying(Paying(), 3)
 
 
-def test_a_stalled_episode_is_reported_as_any_other():
-    with ppo.SubprocVecEnv(make_stalling, 1, 1, 1) as envs:
+def test_an_episode_cut_as_the_robot_lies_is_reported_as_any_other():
+    with ppo.SubprocVecEnv(make_lying, 1, 1, 1) as envs:
         envs.reset()
         episodes = []
         for _ in range(7):
