@@ -34,7 +34,7 @@ Actions" (HumanoidBench), whose settings are --preset paper. Here it is done as 
     the discount   rises over the run's first half: a short horizon seemed to walk sooner, a long one to fall less.
     HumanoidBench  Actions are radians around the robot's first pose. The benchmark's own are fractions of the joints'
                    ranges: 0 is a pose that falls, and the same noise pitches a hip four times as far as an ankle.
-                   In training a robot that has lain for 100 steps ends its episode, as a time limit does.
+                   In training a robot that has lain for 20 steps ends its episode, as a time limit does.
     halves         of the environments take turns: while one steps, the policy acts for the other.
     log pi_old     and V_old are stored in the rollout: another pass over the windows is dear.
     all else       is as in ppo_mlp_gaussian.py: time limits bootstrap, statistics change after an update only (the
@@ -143,7 +143,7 @@ class Args:
     beta_head: str = "mode"  # what the network gives: the Beta's mode, or, as in the paper, alpha and beta
     init_std: float = 0.15  # noise of the first actions, as if their bounds were -1 and 1
     pose_actions: bool = True  # HumanoidBench: actions in radians from the robot's first pose, at most 1
-    lying_steps: int = 100  # HumanoidBench: cut a training episode after so many steps of lying; 0: don't
+    lying_steps: int = 20  # HumanoidBench: cut a training episode after so many steps of lying; 0: don't
 
 
 PRESETS = {  # what --preset puts in place of the defaults above
