@@ -207,7 +207,7 @@ class PoseActions(gym.ActionWrapper):
 
 
 class EndLying(gym.Wrapper):
-    """Truncates an episode after `lying_steps` steps in a row in which the robot lies: its head is below 0.3 m."""
+    """Truncates an episode after `lying_steps` steps of lying in a row: the head is less than 0.3 m above a foot."""
 
     def __init__(self, env, lying_steps):
         super().__init__(env)
@@ -219,7 +219,9 @@ class EndLying(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self.lying = self.lying + 1 if self.unwrapped.robot.head_height() < 0.3 else 0
+        robot = self.unwrapped.robot
+        feet = robot.left_foot_height(), robot.right_foot_height()  # not the floor: the robot may lie on stairs
+        self.lying = self.lying + 1 if robot.head_height() - max(feet) < 0.3 else 0
         return obs, reward, terminated, truncated or self.lying >= self.lying_steps, info
 
 

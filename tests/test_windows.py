@@ -304,7 +304,10 @@ class Paying(gym.Env):
     observation_space, action_space = OBSERVATIONS, ACTIONS
 
     def __init__(self, rewards=(0.5, 1, 0, 0, 0, 0), control=None):
-        self.rewards, self.robot = rewards, SimpleNamespace(head_height=lambda: 0.3 if self.reward else 0.29)
+        self.rewards = rewards
+        # the lower foot says nothing: a fallen robot may lift it
+        heights = {"head": lambda: 0.81 if self.reward else 0.79, "left_foot": lambda: 0.1, "right_foot": lambda: 0.5}
+        self.robot = SimpleNamespace(**{f"{part}_height": height for part, height in heights.items()})
 
     def reset(self, *, seed=None, options=None):
         self.left = list(self.rewards)
