@@ -207,7 +207,7 @@ class PoseActions(gym.ActionWrapper):
 
 
 class EndLying(gym.Wrapper):
-    """Truncates an episode after `lying_steps` steps of lying in a row: the head is less than 0.3 m above a foot."""
+    """Truncates an episode after `lying_steps` steps of lying in a row: the head within 0.3 m of a foot's height."""
 
     def __init__(self, env, lying_steps):
         super().__init__(env)
@@ -220,8 +220,8 @@ class EndLying(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         robot = self.unwrapped.robot
-        feet = robot.left_foot_height(), robot.right_foot_height()  # not the floor: the robot may lie on stairs
-        self.lying = self.lying + 1 if robot.head_height() - max(feet) < 0.3 else 0
+        feet = robot.left_foot_height(), robot.right_foot_height()  # it may lie on stairs, or hang head down
+        self.lying = self.lying + 1 if min(abs(robot.head_height() - foot) for foot in feet) < 0.3 else 0
         return obs, reward, terminated, truncated or self.lying >= self.lying_steps, info
 
 

@@ -305,8 +305,8 @@ class Paying(gym.Env):
 
     def __init__(self, rewards=(0.5, 1, 0, 0, 0, 0), control=None):
         self.rewards = rewards
-        # the lower foot says nothing: a fallen robot may lift it
-        heights = {"head": lambda: 0.81 if self.reward else 0.79, "left_foot": lambda: 0.1, "right_foot": lambda: 0.5}
+        # where it earns nothing one foot is near the head, the other far above it, as a fallen robot's may be
+        heights = {"head": lambda: 0.81 if self.reward else 0.79, "left_foot": lambda: 0.5, "right_foot": lambda: 1.2}
         self.robot = SimpleNamespace(**{f"{part}_height": height for part, height in heights.items()})
 
     def reset(self, *, seed=None, options=None):
