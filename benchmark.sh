@@ -52,7 +52,9 @@ sweep() {
 }
 
 # The suites: the runs behind the tables of docs/.
-suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent recurrent-memory recurrent-hand humanoid-4m h1 h1hand interleaved-lambda interleaved interleaved-ablations"
+h1="h1-walk-v0 h1-stand-v0 h1-run-v0 h1-sit_simple-v0 h1-sit_hard-v0 h1-crawl-v0 h1-reach-v0 h1-hurdle-v0 h1-pole-v0"
+h1+=" h1-stair-v0 h1-balance_simple-v0 h1-balance_hard-v0 h1-maze-v0 h1-slide-v0"
+suites="base base-report comb value-first value-first-norm value-first-shared value-first-support kl-post kl-objectives recurrent recurrent-memory recurrent-hand humanoid-4m h1 h1hand interleaved-settings interleaved interleaved-ablations"
 suite() {
   case $1 in
     base)
@@ -160,14 +162,10 @@ suite() {
       ;;
     humanoid-4m) # v4, as the published curves: v5 also charges for contact forces
       sweep "${here}ppo_interleaved_gru_beta.py" Humanoid-v4 3 --total-timesteps 4000000 --compile --init-std 0.3 \
-        --eval-interval 122
+        --gamma 0.99 --eval-interval 122
       ;;
     h1) # HumanoidBench without hands, one setting for all; where half of the episodes fall, ten say little
-      local task budget=(--total-timesteps 2000000 --eval-episodes 50)
-      for task in walk stand run sit_simple sit_hard crawl reach hurdle pole stair balance_simple balance_hard maze \
-        slide; do
-        sweep "${here}ppo_interleaved_gru_beta.py" "h1-$task-v0" 2 "${budget[@]}" --compile
-      done
+      sweep "${here}ppo_interleaved_gru_beta.py" "$h1" 2 --total-timesteps 2000000 --eval-episodes 50 --compile
       ;;
     h1hand)
       local flagship=${here}ppo_interleaved_gru_beta.py
@@ -175,8 +173,11 @@ suite() {
         --compile
       sweep "$flagship" h1hand-walk-v0 1 --total-timesteps 6000000 --compile
       ;;
-    interleaved-lambda) # humanoid-4m and h1 with a smaller lambda, and most without an end of lying
-      local flagship=${here}ppo_interleaved_gru_beta.py budget=(--compile --gae-lambda 0.9 --total-timesteps)
+    interleaved-settings) # h1 with a smaller discount, and with a smaller lambda too; humanoid-4m with that lambda
+      local flagship=${here}ppo_interleaved_gru_beta.py budget=(--gamma 0.99 --compile --total-timesteps)
+      sweep "$flagship" "${h1/h1-sit_hard-v0 /}" 1 "${budget[@]}" 2000000 --eval-episodes 50
+      sweep "$flagship" h1-sit_hard-v0 2 "${budget[@]}" 2000000 --eval-episodes 50
+      budget=(--gae-lambda 0.9 "${budget[@]}")
       sweep "$flagship" Humanoid-v4 3 "${budget[@]}" 4000000 --init-std 0.3 --eval-interval 122
       sweep "$flagship" "h1-walk-v0 h1-stand-v0 h1-crawl-v0 h1-sit_hard-v0" 1 "${budget[@]}" 2000000 --eval-episodes 50
       sweep "$flagship" "h1-run-v0 h1-sit_simple-v0 h1-hurdle-v0 h1-pole-v0 h1-stair-v0 h1-balance_simple-v0 h1-maze-v0" 1 \

@@ -114,7 +114,7 @@ class Args:
     update_epochs: int = 4  # passes over the batch in an iteration
     num_minibatches: int = 8  # minibatches an epoch
     learning_rate: float = 3e-4  # Adam's learning rate
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.997  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective
     ent_coef: float = 0.001  # weight of the entropy bonus
@@ -148,9 +148,9 @@ class Args:
 
 PRESETS = {  # what --preset puts in place of the defaults above
     "default": {},
-    "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "init_gamma": 0.99}
+    "paper": {"preset": "paper", "num_steps": 1000, "update_epochs": 10, "num_minibatches": 64, "gamma": 0.99}
     | {"ent_coef": 0.05, "max_grad_norm": 0.5, "norm_reward": False, "reward_scale": 0.25, "beta_head": "alpha"}
-    | {"init_std": 0.48, "pose_actions": False, "lying_steps": 0, "vf_coef": 0.3}
+    | {"init_std": 0.48, "pose_actions": False, "lying_steps": 0, "vf_coef": 0.3, "init_gamma": 0.99}
     | {"learning_rate": 4e-5, "hidden_size": 512, "entropy_mean": True},  # from its authors' code, not the paper
 }
 

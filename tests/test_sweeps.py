@@ -444,7 +444,7 @@ def test_the_tables_of_the_pages_are_those_of_the_kept_runs():
     for suite in (ROOT / "results" / "runs").iterdir():
         plot_runs.name_variants(runs := plot_runs.find_runs([suite]))
         made |= {line.replace("ppo_value_first ", "") for line in plot_runs.table(runs)}  # its page leaves the name out
-    made |= set(h1_table.tables([ROOT / "results" / "runs" / suite for suite in ("h1", "interleaved-lambda")]))
+    made |= set(h1_table.tables([ROOT / "results" / "runs" / suite for suite in ("h1", "interleaved-settings")]))
     pages = "".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
     heads = r"environment \| variant \| seeds \| mean|task \| ours, greedy"
     tables = re.findall(rf"^\| (?:{heads}).*\n(?:\|.*\n)+", pages, re.MULTILINE)
