@@ -207,7 +207,8 @@ class PoseActions(gym.ActionWrapper):
 
 
 class EndLying(gym.Wrapper):
-    """Truncates an episode after `lying_steps` steps of lying in a row: the head within 0.3 m of a foot's height."""
+    """Truncates an episode after `lying_steps` steps of lying in a row: the head within 0.3 m of a foot's height, or
+    within 0.7 m, as on a slope, where that pays no more than 0.01."""
 
     def __init__(self, env, lying_steps):
         super().__init__(env)
@@ -221,7 +222,8 @@ class EndLying(gym.Wrapper):
         obs, reward, terminated, truncated, info = self.env.step(action)
         robot = self.unwrapped.robot
         feet = robot.left_foot_height(), robot.right_foot_height()  # it may lie on stairs, or hang head down
-        self.lying = self.lying + 1 if min(abs(robot.head_height() - foot) for foot in feet) < 0.3 else 0
+        height = min(abs(robot.head_height() - foot) for foot in feet)
+        self.lying = self.lying + 1 if height < (0.3 if reward > 0.01 else 0.7) else 0
         return obs, reward, terminated, truncated or self.lying >= self.lying_steps, info
 
 

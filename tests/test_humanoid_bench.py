@@ -69,10 +69,13 @@ def test_torques_and_without_the_flag_positions_stay_as_they_are(env_id, pose_ac
     np.testing.assert_allclose(env.unwrapped.data.ctrl, env.unwrapped.model.actuator_ctrlrange.mean(1), atol=1e-6)
 
 
-@pytest.mark.parametrize("env_id", ["h1-truck-v0", "g1-crawl-v0"])
+FLAT, UPHILL = (0, 0, 0.1, 0.7, 0, 0.7, 0), (2.3, 0, 1, 0.819, 0, 0.574, 0)  # x, y, z, quaternion; face down
+
+
+@pytest.mark.parametrize("pose, env_id", [(FLAT, "h1-truck-v0"), (FLAT, "g1-crawl-v0"), (UPHILL, "h1-slide-v0")])
 @pytest.mark.parametrize("lying_steps", [0, 20])
-def test_a_robot_that_lies_there_is_reset_in_training(lying_steps, env_id):
-    """These tasks pay for it, and don't end."""
+def test_a_robot_that_lies_there_is_reset_in_training(lying_steps, pose, env_id):
+    """Truck and crawl pay for it, and no task here ends."""
     env = ppo.make_env(env_id, lying_steps=lying_steps)
     env.reset(seed=1)
     task, n, ends = env.unwrapped, 0, (False, False)
@@ -80,13 +83,26 @@ def test_a_robot_that_lies_there_is_reset_in_training(lying_steps, env_id):
         task.set_state(task.init_qpos, task.init_qvel)
         assert not any(env.step(np.zeros(env.action_space.shape, np.float32))[2:4])
     while not any(ends) and n < 30:
-        pose = task.data.qpos.copy()
-        pose[2:7] = 0.1, 0.7, 0, 0.7, 0  # lying, face down
-        task.set_state(pose, 0 * task.data.qvel)
-        _, reward, *ends, _ = env.step(np.zeros(env.action_space.shape, np.float32))
+        _, reward, *ends, _ = step_from(env, pose)
         n += 1
-        assert reward > 0.1
+        assert (reward < 0.01) if pose is UPHILL else (reward > 0.1)
     assert (n, ends) == ((20, [False, True]) if lying_steps else (30, [False, False]))
+
+
+def test_a_robot_that_is_paid_for_a_low_head_goes_on():
+    env = ppo.make_env("h1-crawl-v0", lying_steps=20)
+    env.reset(seed=1)
+    for _ in range(30):
+        _, reward, *ends, _ = step_from(env, UPHILL)
+        robot = env.unwrapped.robot
+        assert 0.3 < robot.head_height() - robot.left_foot_height() < 0.7
+        assert reward > 0.1 and not any(ends)
+
+
+def step_from(env, pose):
+    task = env.unwrapped
+    task.set_state(np.concatenate([pose, task.init_qpos[7:]]), 0 * task.data.qvel)
+    return env.step(np.zeros(env.action_space.shape, np.float32))
 
 
 def test_a_process_can_hold_more_files_than_it_might_open():
