@@ -299,14 +299,15 @@ def test_a_resume_refuses_another_preset(tmp_path):
 
 
 class Paying(gym.Env):
-    """Pays what it is told to, and terminates after the last. Its robot lies where it earns nothing."""
+    """Pays what it is told to, and terminates after the last. Its robot lies where it earns 0 to 0.2."""
 
     observation_space, action_space = OBSERVATIONS, ACTIONS
 
     def __init__(self, rewards=(0.5, 1, 0, 0, 0, 0), control=None):
         self.rewards = rewards
-        # where it earns nothing one foot is near the head, the other far above it, as a fallen robot's may be
-        heights = {"head": lambda: 0.81 if self.reward else 0.79, "left_foot": lambda: 0.5, "right_foot": lambda: 1.2}
+        above = {-1: 0.71, 0: 0.69, 0.01: 0.69, 0.2: 0.29, 0.5: 0.31, 1: 1.5}  # reward: the head above the left foot
+        # the other foot is far above, as a fallen robot's may be
+        heights = {"head": lambda: above[self.reward], "left_foot": lambda: 0, "right_foot": lambda: 3}
         self.robot = SimpleNamespace(**{f"{part}_height": height for part, height in heights.items()})
 
     def reset(self, *, seed=None, options=None):
@@ -347,7 +348,8 @@ def test_humanoid_bench_alone_is_wrapped(module, control, flags, pose, lying, mo
     "rewards, length, truncated",
     [
         ([0.5, 0, 0, 0, 0.5, 0.5], 4, True),  # three steps in a row
-        ([0, 0, 0.5, 0, 0, 0.5, 0], 7, False),  # never three
+        ([0.5, 0.2, 0.01, 0, 1], 4, True),  # paid or not
+        ([0, 0, 0.5, 0, 0.2, -1, 0], 7, False),  # never three
         ([0.5, 0, 0, 0], 4, True),  # the last is terminal too
     ],
 )
